@@ -1,0 +1,234 @@
+"""What a run is: frozen dataclasses, checked when built. Knows nothing of JAX or devices.
+
+The command line is typed from these classes, and a docstring under a field is its help text.
+Checks here concern one run's own numbers; whether they fit a mesh is `layout.check`'s question.
+"""
+
+from dataclasses import dataclass, field, fields
+from typing import Literal
+
+from switchjax.errors import UserError
+
+
+def _require(condition: bool, message: str) -> None:
+    if not condition:
+        raise UserError(message)
+
+
+def _require_positive(section: str, config: object, *names: str) -> None:
+    for name in names:
+        value = getattr(config, name)
+        _require(value > 0, f"{section}.{name} must be positive, got {value}")
+
+
+def _require_fraction(section: str, config: object, *names: str) -> None:
+    for name in names:
+        value = getattr(config, name)
+        _require(0 <= value < 1, f"{section}.{name} must be at least 0 and below 1, got {value}")
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelConfig:
+    """A Switch Transformer, or with `moe_every` 0 its dense twin."""
+
+    architecture: Literal["encoder_decoder", "decoder_only"] = "encoder_decoder"
+    """T5's encoder-decoder with relative positions, or a decoder with rotary ones."""
+    vocab_size: int = 384
+    """Rows of the embedding; at least the tokenizer's size."""
+    d_model: int = 128
+    """Width of the residual stream."""
+    d_ff: int = 512
+    """Hidden width of a feed-forward layer and of one expert."""
+    num_heads: int = 4
+    """Attention heads."""
+    d_kv: int = 32
+    """Width of one head."""
+    num_layers: int = 2
+    """Layers of the encoder and of the decoder each."""
+    activation: Literal["relu", "geglu"] = "relu"
+    """Of feed-forward layers and experts; geglu has a third matrix as gate."""
+    moe_every: int = 2
+    """Every n-th feed-forward layer is a Switch layer; 0 = none."""
+    num_experts: int = 8
+    """Experts of a Switch layer."""
+    top_k: int = 1
+    """Experts that a token asks for: 1 is Switch, 2 is GShard."""
+    capacity_factor: float = 1.25
+    """Slots of an expert over its fair share of the tokens, in training."""
+    eval_capacity_factor: float | None = None
+    """The same at evaluation; None = as many slots as tokens, so that nothing drops."""
+    group_size: int | None = None
+    """Tokens that compete for the same slots; None = one row of the batch."""
+    jitter: float = 1e-2
+    """Training noise on the router's input: a factor drawn from [1 - jitter, 1 + jitter]."""
+    dropout: float = 0.0
+    """Share of activations zeroed in training."""
+    expert_dropout: float | None = None
+    """The same inside experts; None = as `dropout`."""
+    init_scale: float = 0.1
+    """Weights start with variance init_scale / fan_in (Switch Transformer, section 2.4)."""
+    dtype: Literal["float32", "bfloat16"] = "float32"
+    """Compute dtype; parameters, router, norms, softmax and losses stay float32."""
+    remat: bool = False
+    """Recompute each period in the backward pass instead of keeping its activations."""
+    scan: bool = True
+    """Compile one period and loop over it; off, every layer is compiled apart."""
+
+    def __post_init__(self) -> None:
+        _require_positive(
+            "model", self, "vocab_size", "d_model", "d_ff", "num_heads", "d_kv", "num_layers"
+        )
+        _require_positive("model", self, "num_experts", "top_k", "capacity_factor", "init_scale")
+        _require_fraction("model", self, "jitter", "dropout")
+        if self.expert_dropout is not None:
+            _require_fraction("model", self, "expert_dropout")
+        if self.eval_capacity_factor is not None:
+            _require_positive("model", self, "eval_capacity_factor")
+        if self.group_size is not None:
+            _require_positive("model", self, "group_size")
+        _require(self.moe_every >= 0, f"model.moe_every must be 0 or more, got {self.moe_every}")
+        _require(
+            self.num_layers % max(self.moe_every, 1) == 0,
+            f"model.num_layers {self.num_layers} must be a multiple of "
+            f"model.moe_every {self.moe_every}",
+        )
+        _require(
+            self.top_k <= min(self.num_experts, 2),
+            f"model.top_k must be 1 or 2 and at most model.num_experts {self.num_experts}, "
+            f"got {self.top_k}",
+        )
+        if self.architecture == "decoder_only":
+            _require(
+                self.d_kv % 2 == 0,
+                f"model.d_kv must be even for rotary positions, got {self.d_kv}",
+            )
+
+
+@dataclass(frozen=True, kw_only=True)
+class DataConfig:
+    """Text, how it becomes tokens, and how tokens become examples."""
+
+    files: tuple[str, ...] = ()
+    """Globs of .txt, .jsonl and .gz files; none = documentation that Python itself carries."""
+    json_field: str = "text"
+    """Field of a .jsonl line that holds the text."""
+    tokenizer: str = "bytes"
+    """"bytes", or the path of a SentencePiece model file."""
+    batch_size: int = 32
+    """Rows of one optimizer step, over all devices."""
+    sequence_length: int = 256
+    """Tokens of an encoder row (span corruption) or of a decoder-only row."""
+    noise_density: float = 0.15
+    """Share of the tokens that span corruption hides (T5)."""
+    mean_span_length: float = 3.0
+    """Mean length of a hidden span, in tokens (T5)."""
+    holdout: float = 0.05
+    """Share of the examples kept for evaluation."""
+
+    def __post_init__(self) -> None:
+        _require_positive("data", self, "batch_size", "sequence_length")
+        for name in ("noise_density", "holdout"):
+            value = getattr(self, name)
+            _require(0 < value < 1, f"data.{name} must be between 0 and 1, got {value}")
+        _require(
+            self.mean_span_length >= 1,
+            f"data.mean_span_length must be 1 or more, got {self.mean_span_length}",
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class OptimConfig:
+    """How gradients become parameters, and what is minimised."""
+
+    optimizer: Literal["adafactor", "adamw", "sgd"] = "adamw"
+    """Update rule."""
+    learning_rate: float = 3e-3
+    """Peak; falls with the inverse square root of the step after warm-up."""
+    warmup_steps: int = 50
+    """Optimizer steps until the fall begins; adamw and sgd rise linearly before it."""
+    weight_decay: float = 0.0
+    """Decoupled decay a step, times the learning rate; adamw only."""
+    clip_norm: float | None = 1.0
+    """Largest global norm of the gradient; None = no clipping."""
+    accumulation: int = 1
+    """Micro-batches of one optimizer step."""
+    balance_coefficient: float = 1e-2
+    """Weight of the load-balancing loss (Switch Transformer, eq. 4)."""
+    z_coefficient: float = 1e-3
+    """Weight of the router z-loss (ST-MoE, arXiv:2202.08906, eq. 5)."""
+
+    def __post_init__(self) -> None:
+        _require_positive("optim", self, "learning_rate", "warmup_steps", "accumulation")
+        if self.clip_norm is not None:
+            _require_positive("optim", self, "clip_norm")
+        for name in ("weight_decay", "balance_coefficient", "z_coefficient"):
+            value = getattr(self, name)
+            _require(value >= 0, f"optim.{name} must be 0 or more, got {value}")
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunConfig:
+    """One training run."""
+
+    model: ModelConfig = field(default_factory=ModelConfig)
+    data: DataConfig = field(default_factory=DataConfig)
+    optim: OptimConfig = field(default_factory=OptimConfig)
+    mesh: str = "data2_expert2_model2"
+    """Name of a mesh, path of a mesh file, or sizes such as data=2,expert=2,model=2."""
+    devices: int | None = None
+    """CPU devices to simulate; None = as many as the mesh needs."""
+    steps: int = 200
+    """Optimizer steps."""
+    seed: int = 0
+    """Of parameters, data order and noise."""
+    out: str = "runs/tiny"
+    """Directory of the run: checkpoints, metrics, pictures."""
+    resume: bool = False
+    """Continue from the newest checkpoint in `out`."""
+    eval_every: int = 50
+    """Steps between evaluations on the held-out examples; one more follows the last step."""
+    eval_batches: int = 8
+    """Batches of an evaluation, always the same ones; fewer if the held-out part is smaller."""
+    checkpoint_every: int = 100
+    """Steps between checkpoints; the last step is always saved."""
+    keep: int = 2
+    """Newest checkpoints to keep, beside the best."""
+
+    def __post_init__(self) -> None:
+        _require_positive("run", self, "steps", "eval_every", "eval_batches")
+        _require_positive("run", self, "checkpoint_every", "keep")
+        if self.devices is not None:
+            _require_positive("run", self, "devices")
+        _require(
+            self.data.batch_size % self.optim.accumulation == 0,
+            f"data.batch_size {self.data.batch_size} must be a multiple of "
+            f"optim.accumulation {self.optim.accumulation}",
+        )
+
+
+def to_dict(config: RunConfig) -> dict:
+    """Nested plain values, as stored beside a checkpoint."""
+    sections = {"model", "data", "optim"}
+    flat = {f.name: getattr(config, f.name) for f in fields(config) if f.name not in sections}
+    nested = {name: dict(vars(getattr(config, name))) for name in sorted(sections)}
+    return flat | nested
+
+
+def from_dict(values: dict) -> RunConfig:
+    """The config that `to_dict` (through JSON) wrote.
+
+    Raises:
+        UserError: a field is unknown, as after a rename in a later version.
+    """
+    try:
+        data = dict(values["data"], files=tuple(values["data"]["files"]))
+        return RunConfig(
+            **dict(
+                values,
+                model=ModelConfig(**values["model"]),
+                data=DataConfig(**data),
+                optim=OptimConfig(**values["optim"]),
+            )
+        )
+    except (KeyError, TypeError) as error:
+        raise UserError(f"this config was written by another version of switchjax: {error}") from None

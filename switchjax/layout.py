@@ -1,0 +1,89 @@
+"""Which dim of which array goes over which mesh axes. The only `PartitionSpec`s.
+
+A spec carries the name of the array it lays out, in lower case: `w_in_edf` for `w_in_EDF`.
+Parameters of stacked layers get a leading dim that is never split (`jax.vmap` puts it there).
+"""
+
+from dataclasses import dataclass
+
+from jax import P
+
+from switchjax.axes import EXPERT, MODEL, TOKENS
+from switchjax.config import ModelConfig
+from switchjax.errors import UserError
+from switchjax.mesh import MeshShape
+
+
+@dataclass(frozen=True, kw_only=True)
+class Layout:
+    """Experts over `expert`, their hidden dim over `model`, tokens over `(data, expert)`."""
+
+    # Activations.
+    rows_b: P = P(TOKENS)
+    tokens_bl: P = P(TOKENS, None)
+    tokens_bld: P = P(TOKENS, None, None)
+    heads_blhk: P = P(TOKENS, None, MODEL, None)
+    hidden_blf: P = P(TOKENS, None, MODEL)
+    logits_blv: P = P(TOKENS, None, MODEL)
+    bias_hls: P = P(MODEL, None, None)
+    micro_mbl: P = P(None, TOKENS)
+
+    # Parameters.
+    embed_vd: P = P(MODEL, None)
+    norm_d: P = P(None)
+    relative_uh: P = P(None, MODEL)
+    w_q_dhk: P = P(None, MODEL, None)
+    w_o_hkd: P = P(MODEL, None, None)
+    w_in_df: P = P(None, MODEL)
+    w_out_fd: P = P(MODEL, None)
+    router_de: P = P(None, None)
+    w_in_edf: P = P(EXPERT, None, MODEL)
+    w_out_efd: P = P(EXPERT, MODEL, None)
+
+    # What every device holds whole.
+    whole: P = P()
+
+
+def check(
+    model: ModelConfig,
+    shape: MeshShape,
+    *,
+    batch_size: int,
+    accumulation: int,
+    row_lengths: tuple[int, ...],
+) -> None:
+    """Do the sizes divide over the mesh?
+
+    Args:
+        batch_size: rows of one optimizer step.
+        accumulation: micro-batches that the rows are cut into.
+        row_lengths: tokens of an encoder row and of a decoder row, or of a decoder row alone.
+
+    Raises:
+        UserError: naming the two numbers of the first rule that is broken.
+    """
+    if model.moe_every:
+        _divides(shape, "expert", shape.expert, "model.num_experts", model.num_experts)
+    _divides(shape, "model", shape.model, "model.num_heads", model.num_heads)
+    _divides(shape, "model", shape.model, "model.d_ff", model.d_ff)
+    _divides(shape, "model", shape.model, "model.vocab_size", model.vocab_size)
+    devices = shape.data * shape.expert
+    micro_rows = batch_size // accumulation
+    rows = f"rows of a micro-batch (data.batch_size {batch_size} / optim.accumulation {accumulation})"
+    _divides(shape, "data * expert", devices, rows, micro_rows)
+    if model.moe_every and model.group_size is not None:
+        for length in row_lengths:
+            _divides_group(shape, micro_rows // devices * length, model.group_size)
+
+
+def _divides(shape: MeshShape, axis: str, size: int, name: str, number: int) -> None:
+    if number % size:
+        raise UserError(f"mesh {shape.name}: {axis} = {size} must divide {name} = {number}")
+
+
+def _divides_group(shape: MeshShape, tokens: int, group_size: int) -> None:
+    if tokens % group_size:
+        raise UserError(
+            f"mesh {shape.name}: model.group_size = {group_size} must divide the tokens of one "
+            f"device's micro-batch = {tokens}, so that no group spans two devices"
+        )

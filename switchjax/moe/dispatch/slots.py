@@ -1,0 +1,78 @@
+"""From tokens to the slots of their experts and back, on one device, by index.
+
+Both ways are gathers, and so are both gradients: since no slot holds two tokens, the transpose of
+a gather by one index is a gather by its inverse. Nothing is ever scattered but a few integers.
+"""
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array
+from jaxtyping import Float, Int
+
+from switchjax.moe.routing import Routing
+
+# Rows of the buffer: expert-major, then group, then slot, so that an expert's rows are together.
+
+
+class Slots(NamedTuple):
+    """Where tokens sit in a buffer [experts * groups * capacity, D], and who sits in each slot."""
+
+    row_TQ: Array  # buffer row of each choice; one past the end where it was dropped
+    choice_R: Array  # choice (token · Q + choice) in each buffer row; one past the end where empty
+
+
+def assign_slots(routing: Routing, num_experts: int, capacity: int) -> Slots:
+    """The buffer row of every kept choice of the groups on this device."""
+    G, T, Q = routing.expert_GTQ.shape
+    num_rows = num_experts * G * capacity
+    group_G11 = jnp.arange(G)[:, None, None]
+    row_GTQ = (routing.expert_GTQ * G + group_G11) * capacity + routing.slot_GTQ
+    row_TQ = jnp.where(routing.kept_GTQ, row_GTQ, num_rows).reshape(G * T, Q)
+    num_choices = G * T * Q
+    choice_R = jnp.full(num_rows, num_choices, jnp.int32)
+    choice_R = choice_R.at[row_TQ.reshape(-1)].set(jnp.arange(num_choices), mode="drop")
+    return Slots(row_TQ, choice_R)
+
+
+def fill_slots(x_TD: Array, slots: Slots) -> Array:
+    """Buffer rows [R, D]: the token in each slot, zeros in an empty one."""
+    top_k = slots.row_TQ.shape[1]
+    return _gather(x_TD, slots.choice_R // top_k, slots.row_TQ)
+
+
+def read_slots(y_RD: Array, slots: Slots) -> Array:
+    """What came back for every choice [T, Q, D], zeros where it was dropped."""
+    T, Q = slots.row_TQ.shape
+    y_PD = _gather(y_RD, slots.row_TQ.reshape(-1), slots.choice_R[:, None])
+    return y_PD.reshape(T, Q, -1)
+
+
+@jax.custom_vjp
+def _gather(
+    x_ND: Float[Array, "N D"], index_M: Int[Array, "M"], inverse_NQ: Int[Array, "N Q"]
+) -> Float[Array, "M D"]:
+    """Row index_M[m] of x in place m, zeros where the index is one past the end.
+
+    `inverse_NQ` lists the places that each row of x goes to (one past the end: none).
+    Equivalent to: `x_ND.at[index_M].get(mode="fill", fill_value=0)`.
+    """
+    del inverse_NQ
+    return x_ND.at[index_M].get(mode="fill", fill_value=0)
+
+
+def _gather_forward(x_ND, index_M, inverse_NQ):
+    return _gather(x_ND, index_M, inverse_NQ), (index_M, inverse_NQ)
+
+
+def _gather_backward(indices, dy_MD):
+    index_M, inverse_NQ = indices
+    dx_NQD = dy_MD.at[inverse_NQ].get(mode="fill", fill_value=0)
+    dx_ND = dx_NQD[:, 0] if inverse_NQ.shape[1] == 1 else dx_NQD.sum(axis=1)
+    no_gradient = (np.zeros(i.shape, jax.dtypes.float0) for i in (index_M, inverse_NQ))
+    return dx_ND, *no_gradient
+
+
+_gather.defvjp(_gather_forward, _gather_backward)

@@ -1,0 +1,37 @@
+"""One table for the tokens going in and the logits coming out."""
+
+import jax.numpy as jnp
+from flax import nnx
+from jax import Array
+from jaxtyping import Float, Int
+
+from switchjax.config import ModelConfig
+from switchjax.layout import Layout
+from switchjax.nn.init import weight
+
+
+class Embedding(nnx.Module):
+    """The tied embedding of T5: unscaled on the way in, times d_model^-0.5 on the way out.
+
+    Source: mesh_tensorflow/transformer/transformer.py, shared_embedding_and_softmax_weights.
+    """
+
+    def __init__(self, key: Array, config: ModelConfig, layout: Layout):
+        shape = (config.vocab_size, config.d_model)
+        self.embed_VD = weight(key, shape, variance=1.0, spec=layout.embed_vd)
+        self.layout = layout
+
+    def embed(self, tokens_BL: Int[Array, "B L"], dtype: str) -> Float[Array, "B L D"]:
+        embed_VD = self.embed_VD[...].astype(dtype)
+        return embed_VD.at[tokens_BL].get(out_sharding=self.layout.tokens_bld)
+
+    def logits(self, x_BLD: Float[Array, "B L D"]) -> Float[Array, "B L V"]:
+        """Float32 whatever the dtype of x."""
+        scaled_BLD = x_BLD * x_BLD.shape[-1] ** -0.5
+        return jnp.einsum(
+            "bld,vd->blv",
+            scaled_BLD,
+            self.embed_VD[...].astype(x_BLD.dtype),
+            out_sharding=self.layout.logits_blv,
+            preferred_element_type=jnp.float32,
+        )

@@ -1,0 +1,121 @@
+"""The endless stream of training batches, its order and its position.
+
+Decides order, epochs and who gets which rows. Knows nothing of what an example is made of.
+"""
+
+from collections.abc import Mapping
+from functools import partial
+from typing import Any
+
+import grain
+import numpy as np
+from jaxtyping import Integer
+
+from switchjax.batch import Batch
+from switchjax.data.examples import Example, Examples, to_batch
+from switchjax.errors import UserError
+
+# One thread prepares batches ahead: making one is pure Python and numpy, which threads share.
+_PREFETCH = grain.ReadOptions(num_threads=1, prefetch_buffer_size=4)
+
+
+class TrainStream:
+    """Batches without end; every epoch is another order and other random choices.
+
+    Process p of P gets rows p * B / P up to (p + 1) * B / P of each batch, so that all together
+    are the batch of a single process, in its order. The position counts batches handed out, not
+    those prepared ahead, and so means the same for any number of processes.
+    """
+
+    def __init__(
+        self,
+        examples: Examples,
+        indices: Integer[np.ndarray, "N"],
+        *,
+        batch_size: int,
+        seed: int,
+        identity: Mapping[str, str | int | float],
+        process_index: int = 0,
+        process_count: int = 1,
+    ):
+        """Streams `examples[indices]`, `batch_size` rows over all processes.
+
+        `identity` names what else the stream depends on; it is saved with the position.
+
+        Raises:
+            UserError: `batch_size` does not divide, or there are fewer examples than that.
+        """
+        rows = process_rows(batch_size, process_index, process_count)
+        if len(indices) < batch_size:
+            raise UserError(
+                f"data: the text is too short for one batch: {len(indices)} training examples, "
+                f"data.batch_size {batch_size}"
+            )
+        if seed < 0:
+            raise UserError(f"run.seed must be 0 or more, got {seed}")
+        self._identity = dict(
+            identity, seed=seed, batch_size=batch_size, train_examples=len(indices)
+        )
+
+        def example(place: int, rng: np.random.Generator) -> Example:
+            return examples.example(int(indices[place]), rng)
+
+        # Not `seed` itself: grain shuffles epoch e with seed + e, so neighbouring seeds would
+        # see the same orders one epoch apart.
+        shuffle_seed, example_seed = map(int, np.random.SeedSequence(seed).generate_state(2))
+        stream = (
+            grain.MapDataset.range(len(indices))
+            .shuffle(seed=shuffle_seed)
+            .repeat()
+            .random_map(example, seed=example_seed)  # by place in the stream, epoch included
+            # Nothing remains of a stream without end; grain overflows on counting it in ones.
+            .batch(len(rows), drop_remainder=True, batch_fn=partial(to_batch, rows=rows))
+        )
+        # Small batch s * P + p is part p of the whole batch s.
+        mine = stream[process_index::process_count]
+        self._iterator = mine.to_iter_dataset(_PREFETCH).__iter__()
+
+    def __iter__(self) -> "TrainStream":
+        return self
+
+    def __next__(self) -> Batch:
+        return next(self._iterator)
+
+    def get_state(self) -> dict[str, Any]:
+        """The position and what it is a position in; plain values for JSON."""
+        return {"step": self._iterator.get_state()["next_index"], "stream": dict(self._identity)}
+
+    def set_state(self, state: dict[str, Any]) -> None:
+        """Goes to a saved position, whatever the number of processes then and now.
+
+        Raises:
+            UserError: it is a position in another stream (other text, seed or data settings).
+        """
+        saved, here = state["stream"], self._identity
+        changed = [
+            f"{key} {saved.get(key)} is now {here.get(key)}"
+            for key in sorted(saved.keys() | here.keys())
+            if saved.get(key) != here.get(key)
+        ]
+        if changed:
+            raise UserError(f"data: not the stream that was saved: {', '.join(changed)}")
+        self._iterator.set_state({"next_index": state["step"]})
+
+    def close(self) -> None:
+        """Ends the thread that prepares batches."""
+        self._iterator.close()
+
+
+def process_rows(batch_size: int, process_index: int, process_count: int) -> range:
+    """Which rows of a whole batch process `process_index` holds.
+
+    Raises:
+        UserError: the processes do not divide the batch.
+    """
+    assert 0 <= process_index < process_count, (process_index, process_count)
+    if batch_size % process_count:
+        raise UserError(
+            f"data.batch_size {batch_size} must be a multiple of the {process_count} processes"
+        )
+    share = batch_size // process_count
+    return range(process_index * share, (process_index + 1) * share)

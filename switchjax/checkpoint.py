@@ -10,6 +10,7 @@ without a word.
 Knows nothing of models, optimizers or the training loop: a state is any pytree of arrays.
 """
 
+import atexit
 import json
 import logging
 import math
@@ -118,13 +119,11 @@ class SavedSteps:
 
     def _damage(self, step: int) -> str | None:
         """What is wrong with `step`, or None; reads all of it, once."""
+        if not self.path(step).is_dir():
+            interrupted = step in self._interrupted
+            return "its save was interrupted" if interrupted else "there is no such checkpoint"
         if step not in self._checked:
-            if self.path(step).is_dir():
-                self._checked[step] = _damage_in(self.path(step))
-            elif step in self._interrupted:
-                return "its save was interrupted"
-            else:
-                return "there is no such checkpoint"
+            self._checked[step] = _damage_in(self.path(step))
         return self._checked[step]
 
 
@@ -153,11 +152,18 @@ class Checkpoints(SavedSteps):
         self._losses = {step: _eval_loss(self.path(step)) for step in self._steps()}
         options = ocp.CheckpointManagerOptions(
             preservation_policy=_NewestAndBest(keep, self._losses, self._is_sound),
-            async_options=ocp.options.AsyncOptions(post_finalization_callback=self._seal),
+            async_options=ocp.options.AsyncOptions(
+                post_finalization_callback=self._seal,
+                # Else threads that wait for a directory hold up the exit of a failed run
+                # for five minutes.
+                create_directories_asynchronously=False,
+            ),
             # Its own bookkeeping is not needed, and must not fail on a damaged step.
             lightweight_initialize=True,
         )
         self._manager = ocp.CheckpointManager(self.directory, options=options)
+        # Too late to save anything, but not to say that something was lost.
+        atexit.register(self._finish)
 
     def save(
         self,
@@ -173,14 +179,14 @@ class Checkpoints(SavedSteps):
         Waits for an earlier save first. A damaged checkpoint of the same step is replaced.
         """
         self._finish()
-        self._interrupted.discard(step)
+        run = {"config": to_dict(config), "data_state": data_state, "eval_loss": eval_loss}
+        pending = _Pending(step, json.dumps(run, indent=1))
         if self.path(step).exists():
             if self._damage(step) is None:
                 raise UserError(f"step {step} is already saved in {self.directory}")
             self._manager.delete(step)
         self._checked.pop(step, None)
-        run = {"config": to_dict(config), "data_state": data_state, "eval_loss": eval_loss}
-        self._pending = _Pending(step, json.dumps(run, indent=1))
+        self._pending = pending
         self._losses[step] = eval_loss
         args = ocp.args.Composite(**{_STATE: ocp.args.StandardSave(named_leaves(state))})
         try:
@@ -201,7 +207,8 @@ class Checkpoints(SavedSteps):
         self._finish()
 
     def close(self) -> None:
-        """Like `wait`, and gives up the threads."""
+        """Like `wait`; needed before Python ends, which lets no thread finish a save."""
+        atexit.unregister(self._finish)
         try:
             self._finish()
         finally:
@@ -254,7 +261,7 @@ class Checkpoints(SavedSteps):
 
     def _remove_temporary(self) -> set[int]:
         """The steps whose save was cut off; removes what it left."""
-        left = [p for p in self.directory.iterdir() if _TEMPORARY in p.name]
+        left = list(self.directory.glob(f"*{_TEMPORARY}*"))
         if jax.process_index() == 0:
             for path in left:
                 shutil.rmtree(path, ignore_errors=True)
@@ -354,7 +361,7 @@ def _cause(error: BaseException) -> str:
         if isinstance(link, OSError) and link.strerror:
             return link.strerror
         # Tensorstore puts the errno into the text of a ValueError.
-        if number := re.search(r"OS error (\d+)", str(link)):
+        if number := re.search(r"os_error_code='(\d+)'", str(link)):
             return os.strerror(int(number[1]))
         link = link.__cause__ or link.__context__
     return (str(error).splitlines() or [type(error).__name__])[0]

@@ -4,7 +4,9 @@ The command line is typed from these classes, and a docstring under a field is i
 Checks here concern one run's own numbers; whether they fit a mesh is `layout.check`'s question.
 """
 
-from dataclasses import dataclass, field, fields
+import json
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
 from typing import Literal
 
 from switchjax.errors import UserError
@@ -197,6 +199,7 @@ class RunConfig:
     def __post_init__(self) -> None:
         _require_positive("run", self, "steps", "eval_every", "eval_batches")
         _require_positive("run", self, "checkpoint_every", "keep")
+        _require(self.seed >= 0, f"run.seed must be 0 or more, got {self.seed}")
         if self.devices is not None:
             _require_positive("run", self, "devices")
         _require(
@@ -207,11 +210,8 @@ class RunConfig:
 
 
 def to_dict(config: RunConfig) -> dict:
-    """Nested plain values, as stored beside a checkpoint."""
-    sections = {"model", "data", "optim"}
-    flat = {f.name: getattr(config, f.name) for f in fields(config) if f.name not in sections}
-    nested = {name: dict(vars(getattr(config, name))) for name in sorted(sections)}
-    return flat | nested
+    """Nested plain values, as stored in a run's directory and beside a checkpoint."""
+    return asdict(config)
 
 
 def from_dict(values: dict) -> RunConfig:
@@ -231,4 +231,69 @@ def from_dict(values: dict) -> RunConfig:
             )
         )
     except (KeyError, TypeError) as error:
-        raise UserError(f"this config was written by another version of switchjax: {error}") from None
+        raise UserError(
+            f"this config was written by another version of switchjax: {error}"
+        ) from None
+
+
+def config_file(out: str | Path) -> Path:
+    """Where the run in this directory keeps its config."""
+    return Path(out) / "config.json"
+
+
+def write_config(config: RunConfig) -> None:
+    """Leaves the config in the run's directory."""
+    config_file(config.out).write_text(json.dumps(to_dict(config), indent=1))
+
+
+def read_config(out: str | Path) -> RunConfig:
+    """The config of the run in this directory.
+
+    Raises:
+        UserError: there is no run, or its config is not one of this version.
+    """
+    path = config_file(out)
+    try:
+        return from_dict(json.loads(path.read_text()))
+    except FileNotFoundError:
+        raise UserError(f"{out} holds no run ({path.name} is missing)") from None
+    except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
+        raise UserError(f"cannot read {path}: {error}") from None
+
+
+@dataclass(frozen=True, kw_only=True)
+class EvalConfig:
+    """Evaluation of a run's checkpoint on the run's held-out text."""
+
+    run: str = "runs/tiny"
+    """Directory of the run."""
+    step: int | None = None
+    """Which checkpoint; None = the newest."""
+    mesh: str | None = None
+    """Mesh to evaluate on; None = the one that the run was trained on."""
+    devices: int | None = None
+    """CPU devices to simulate; None = as many as the mesh needs."""
+    batches: int | None = None
+    """Batches to evaluate; None = all held-out examples."""
+
+    def __post_init__(self) -> None:
+        for name in ("step", "devices", "batches"):
+            if getattr(self, name) is not None:
+                _require_positive("eval", self, name)
+
+
+@dataclass(frozen=True, kw_only=True)
+class TokenizerConfig:
+    """A SentencePiece tokenizer made from text."""
+
+    out: str
+    """Model file to write; give it to training as --data.tokenizer."""
+    vocab_size: int = 8000
+    """Pieces; 100 sentinels for span corruption come on top."""
+    files: tuple[str, ...] = ()
+    """Globs of .txt, .jsonl and .gz files; none = documentation that Python itself carries."""
+    json_field: str = "text"
+    """Field of a .jsonl line that holds the text."""
+
+    def __post_init__(self) -> None:
+        _require_positive("tokenizer", self, "vocab_size")

@@ -6,9 +6,13 @@ Parameters of stacked layers get a leading dim that is never split (`jax.vmap` p
 
 from dataclasses import dataclass
 
+import jax
+import numpy as np
 from jax import P
+from jax.sharding import NamedSharding
 
 from switchjax.axes import EXPERT, MODEL, TOKENS
+from switchjax.batch import Batch
 from switchjax.config import ModelConfig
 from switchjax.errors import UserError
 from switchjax.mesh import MeshShape
@@ -26,7 +30,6 @@ class Layout:
     hidden_blf: P = P(TOKENS, None, MODEL)
     logits_blv: P = P(TOKENS, None, MODEL)
     bias_hls: P = P(MODEL, None, None)
-    micro_mbl: P = P(None, TOKENS)
 
     # Parameters.
     embed_vd: P = P(MODEL, None)
@@ -42,6 +45,20 @@ class Layout:
 
     # What every device holds whole.
     whole: P = P()
+
+    def rows(self, num_dims: int) -> P:
+        """Of an array whose first dim is batch rows."""
+        return P(TOKENS, *(None,) * (num_dims - 1))
+
+    def place(self, batch: Batch) -> Batch:
+        """This process's rows of a batch, as arrays over the mesh in use."""
+        mesh = jax.sharding.get_mesh()
+
+        def put(x: np.ndarray) -> jax.Array:
+            sharding = NamedSharding(mesh, self.rows(x.ndim))
+            return jax.make_array_from_process_local_data(sharding, x)
+
+        return jax.tree.map(put, batch)
 
 
 def check(
@@ -69,7 +86,9 @@ def check(
     _divides(shape, "model", shape.model, "model.vocab_size", model.vocab_size)
     devices = shape.data * shape.expert
     micro_rows = batch_size // accumulation
-    rows = f"rows of a micro-batch (data.batch_size {batch_size} / optim.accumulation {accumulation})"
+    rows = (
+        f"rows of a micro-batch (data.batch_size {batch_size} / optim.accumulation {accumulation})"
+    )
     _divides(shape, "data * expert", devices, rows, micro_rows)
     if model.moe_every and model.group_size is not None:
         for length in row_lengths:

@@ -1,21 +1,36 @@
 """What is minimised, as sums over real tokens that the caller divides by global counts."""
 
+from typing import NamedTuple
+
 import jax
 import jax.numpy as jnp
 from jax import Array
 from jaxtyping import Bool, Float, Int
 
 
-def cross_entropy_sum(
+class TargetSums(NamedTuple):
+    """Sums over real targets: add them over batches, then divide (never a mean of means)."""
+
+    nats: Array  # Σ -log p(target)
+    correct: Array  # targets that had the highest logit, int32
+    targets: Array  # their number, int32
+
+
+def target_sums(
     logits_BLV: Float[Array, "B L V"],
     targets_BL: Int[Array, "B L"],
     target_mask_BL: Bool[Array, "B L"],
-) -> Float[Array, ""]:
-    """Σ -log p(target) over real targets, in nats.
+) -> TargetSums:
+    """Cross-entropy and accuracy of the real targets.
 
-    The label is picked by comparison with an iota, since V may be split over devices.
+    A label is picked by comparison with all V, since V may be split over devices.
     """
-    labels_BLV = jax.nn.one_hot(targets_BL, logits_BLV.shape[-1], dtype=bool)
-    target_logit_BL = jnp.where(labels_BLV, logits_BLV, 0).sum(axis=-1)
-    nats_BL = jax.nn.logsumexp(logits_BLV, axis=-1) - target_logit_BL
-    return jnp.where(target_mask_BL, nats_BL, 0).sum()
+    is_label_BLV = jax.nn.one_hot(targets_BL, logits_BLV.shape[-1], dtype=bool)
+    label_logit_BL = jnp.where(is_label_BLV, logits_BLV, 0).sum(axis=-1)
+    nats_BL = jax.nn.logsumexp(logits_BLV, axis=-1) - label_logit_BL
+    correct_BL = label_logit_BL >= logits_BLV.max(axis=-1)
+    return TargetSums(
+        nats=jnp.where(target_mask_BL, nats_BL, 0).sum(),
+        correct=(correct_BL & target_mask_BL).sum(dtype=jnp.int32),
+        targets=target_mask_BL.sum(dtype=jnp.int32),
+    )

@@ -32,7 +32,9 @@ class MeshShape:
     def __post_init__(self) -> None:
         for axis, size in zip(AXES, self.sizes, strict=True):
             if not isinstance(size, int) or isinstance(size, bool) or size < 1:
-                raise UserError(f"mesh {self.name}: {axis} must be a positive integer, got {size!r}")
+                raise UserError(
+                    f"mesh {self.name}: {axis} must be a positive integer, got {size!r}"
+                )
 
     @property
     def sizes(self) -> tuple[int, int, int]:
@@ -104,7 +106,8 @@ def simulate_devices(count: int | None, shape: MeshShape) -> None:
     wanted = shape.num_devices if count is None else count
     if wanted != shape.num_devices:
         raise UserError(
-            f"mesh {shape.name} needs {shape.num_devices} devices ({shape}), but --devices is {count}"
+            f"mesh {shape.name} needs {shape.num_devices} devices ({shape}), "
+            f"but --devices is {count}"
         )
     flag = re.search(
         r"--xla_force_host_platform_device_count=(\S+)", os.environ.get("XLA_FLAGS", "")
@@ -123,7 +126,8 @@ def simulate_devices(count: int | None, shape: MeshShape) -> None:
     except RuntimeError:
         if len(jax.devices()) != wanted:
             raise UserError(
-                f"JAX has already started with {len(jax.devices())} devices, too late for {wanted}: "
+                f"JAX has already started with {len(jax.devices())} devices, "
+                f"too late for {wanted}: "
                 f"set JAX_NUM_CPU_DEVICES={wanted} in the environment"
             ) from None
 

@@ -69,9 +69,7 @@ class Block(nnx.Module):
         x_BLD += dropout(y_BLD, self.rate, _site(noise, 0))
         if self.cross_attention is not None:
             normed_BLD = self.cross_norm(x_BLD)
-            y_BLD = self.cross_attention(
-                normed_BLD, around.context_BSD, around.context_visible_BLS
-            )
+            y_BLD = self.cross_attention(normed_BLD, around.context_BSD, around.context_visible_BLS)
             x_BLD += dropout(y_BLD, self.rate, _site(noise, 1))
         normed_BLD, stats = self.ff_norm(x_BLD), None
         if self.switch is not None:
@@ -171,9 +169,7 @@ class SwitchTransformer(nnx.Module):
         keys = jax.random.split(key, 3)
         both = config.architecture == "encoder_decoder"
         self.embedding = Embedding(keys[0], config, layout)
-        self.encoder = (
-            Stack(keys[1], config, layout, causal=False, cross=False) if both else None
-        )
+        self.encoder = Stack(keys[1], config, layout, causal=False, cross=False) if both else None
         self.decoder = Stack(keys[2], config, layout, causal=True, cross=both)
         self.dtype = config.dtype
 

@@ -66,11 +66,12 @@ def load_data(
     *,
     seed: int,
     vocab_size: int,
-    eval_batches: int,
+    eval_batches: int | None,
     process_index: int = 0,
     process_count: int = 1,
 ) -> Data:
-    """Reads the text and gives its batches; `vocab_size` is the model's.
+    """Reads the text and gives its batches; `vocab_size` is the model's; all held-out batches if
+    `eval_batches` is None.
 
     Raises:
         UserError: text, tokenizer or numbers do not fit; what needs no text is checked first.
@@ -92,7 +93,7 @@ def load_data(
         process_index=process_index,
         process_count=process_count,
     )
-    evaluated = held_out[: eval_batches * config.batch_size]
+    evaluated = held_out[: None if eval_batches is None else eval_batches * config.batch_size]
     batches = held_out_batches(examples, evaluated, config.batch_size, tokenizer.pad_id)
     return Data(
         train=stream,

@@ -41,8 +41,6 @@ def hidden(
     return h_eRf * jax.nn.gelu(jnp.einsum("erd,edf->erf", x_eRD, w_gate_eDf))
 
 
-def output(
-    h_eRf: Float[Array, "e R f"], w_out_efD: Float[Array, "e f D"]
-) -> Float[Array, "e R D"]:
+def output(h_eRf: Float[Array, "e R f"], w_out_efD: Float[Array, "e f D"]) -> Float[Array, "e R D"]:
     """My slice's part of the outputs: the sum over the model axis is the whole."""
     return jnp.einsum("erf,efd->erd", h_eRf, w_out_efD)

@@ -70,12 +70,8 @@ class Attention(nnx.Module):
         weights_BHLS = jax.nn.softmax(masked_BHLS, axis=-1).astype(x_BLD.dtype)
         mixed_BLHK = jnp.einsum("bhls,bshk->blhk", weights_BHLS, v_BSHK)
         w_o_HKD = self.w_o_HKD[...].astype(x_BLD.dtype)
-        return jnp.einsum(
-            "blhk,hkd->bld", mixed_BLHK, w_o_HKD, out_sharding=self.layout.tokens_bld
-        )
+        return jnp.einsum("blhk,hkd->bld", mixed_BLHK, w_o_HKD, out_sharding=self.layout.tokens_bld)
 
-    def _project(
-        self, x_BLD: Float[Array, "B L D"], w_DHK: nnx.Param
-    ) -> Float[Array, "B L H K"]:
+    def _project(self, x_BLD: Float[Array, "B L D"], w_DHK: nnx.Param) -> Float[Array, "B L H K"]:
         w = w_DHK[...].astype(x_BLD.dtype)
         return jnp.einsum("bld,dhk->blhk", x_BLD, w, out_sharding=self.layout.heads_blhk)

@@ -41,5 +41,5 @@ def weight(key: Array, shape: tuple[int, ...], *, variance: float, spec: P) -> n
 
 def ones(shape: tuple[int, ...], spec: P) -> nnx.Param:
     """A float32 weight of ones."""
-    value: Float[Array, "..."] = jax.numpy.ones(shape, np.float32, out_sharding=spec)
+    value: Float[Array, ...] = jax.numpy.ones(shape, np.float32, out_sharding=spec)
     return nnx.Param(value)

@@ -34,9 +34,7 @@ class Mlp(nnx.Module):
         self.rate = config.dropout
         self.layout = layout
 
-    def __call__(
-        self, x_BLD: Float[Array, "B L D"], noise: Noise | None
-    ) -> Float[Array, "B L D"]:
+    def __call__(self, x_BLD: Float[Array, "B L D"], noise: Noise | None) -> Float[Array, "B L D"]:
         h_BLF = self._project(x_BLD, self.w_in_DF)
         if self.w_gate_DF is None:
             h_BLF = jax.nn.relu(h_BLF)

@@ -1,0 +1,173 @@
+"""The command line: `switchjax train | eval | tokenizer train`. The only argument parsing.
+
+Types and help come from the config dataclasses, through tyro. JAX is imported only once a command
+runs, so that `--help` and mistakes are answered at once.
+"""
+
+import contextlib
+import difflib
+import io
+import os
+import re
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Annotated, Any, NoReturn
+
+import tyro
+
+from switchjax.config import EvalConfig, RunConfig, TokenizerConfig, read_config
+from switchjax.errors import NonFiniteError, UserError
+from switchjax.presets import PRESETS
+
+_USAGE = """\
+usage: switchjax COMMAND [OPTIONS]
+
+  train             train a model; --help lists all options
+  eval RUN          evaluate a run's checkpoint on its held-out text
+  tokenizer train   make a SentencePiece tokenizer from text
+"""
+
+
+@dataclass(frozen=True, kw_only=True)
+class _TrainFlags:
+    """Train a model. Without options: a tiny Switch Transformer on Python's own documentation."""
+
+    preset: Annotated[str, tyro.conf.arg(metavar="{" + ",".join(PRESETS) + "}")] = "tiny"
+    """Where all other options start from."""
+    config: Annotated[RunConfig, tyro.conf.arg(name="")]
+
+
+def main(config: RunConfig | None = None) -> NoReturn:
+    """Runs the command line of this process and exits.
+
+    Args:
+        config: of an experiment: the arguments are then those of `train`, and start from it.
+    """
+    words = sys.argv[1:]
+    if config is not None:
+        sys.exit(_answer(lambda: _train(words, config)))
+    commands: dict[tuple[str, ...], Callable[[Sequence[str]], int]] = {
+        ("train",): _train,
+        ("eval",): _eval,
+        ("tokenizer", "train"): _tokenizer,
+    }
+    for name, command in commands.items():
+        if tuple(words[: len(name)]) == name:
+            rest = words[len(name) :]
+            sys.exit(_answer(lambda: command(rest)))
+    if not words or words[0] in ("-h", "--help"):
+        print(_USAGE)
+        sys.exit(0 if words else 2)
+    sys.exit(_answer(lambda: _unknown("command", words[0], [name[0] for name in commands])))
+
+
+def _answer(command: Callable[[], int]) -> int:
+    """The exit status of a command; its mistakes become one line on stderr."""
+    try:
+        return command()
+    except (UserError, NonFiniteError) as error:
+        print(f"switchjax: {error}", file=sys.stderr)
+        return 2 if isinstance(error, UserError) else 1
+    except KeyboardInterrupt:
+        return 130  # as a shell reports SIGINT
+
+
+def _unknown(what: str, name: str, known: Sequence[str]) -> NoReturn:
+    near = difflib.get_close_matches(name, known, n=1)
+    hint = f"did you mean {near[0]}? " if near else ""
+    raise UserError(f"no {what} {name!r}; {hint}there are {', '.join(dict.fromkeys(known))}")
+
+
+def _train(words: Sequence[str], experiment: RunConfig | None = None) -> int:
+    preset = _value("--preset", words)
+    if preset is not None and preset not in PRESETS:
+        _unknown("preset", preset, list(PRESETS))
+    start = experiment or PRESETS[preset or "tiny"]
+    if "--resume" in words:
+        if preset is not None:
+            raise UserError("--resume keeps the run's own config: leave out --preset")
+        start = read_config(_value("--out", words) or start.out)
+    if experiment is not None:
+        config = _parse(RunConfig, words, "experiment", start)
+    else:
+        flags = _TrainFlags(preset=preset or "tiny", config=start)
+        config = _parse(_TrainFlags, words, "switchjax train", flags).config
+
+    from switchjax.train import train
+
+    result = train(config)
+    return 0 if result.signal is None else 128 + result.signal
+
+
+def _eval(words: Sequence[str]) -> int:
+    # The run reads better as a word of its own: switchjax eval runs/tiny.
+    if words and not words[0].startswith("-"):
+        words = ["--run", *words]
+    config = _parse(EvalConfig, words, "switchjax eval", EvalConfig())
+
+    from switchjax.evaluate import evaluate_run
+
+    for name, value in evaluate_run(config).items():
+        print(f"{name.replace('_', ' '):16} {value:.6g}")
+    return 0
+
+
+def _tokenizer(words: Sequence[str]) -> int:
+    config = _parse(TokenizerConfig, words, "switchjax tokenizer train")
+
+    from pathlib import Path
+
+    from switchjax.data.corpus import builtin_documents, read_documents
+    from switchjax.data.tokenizer import load_tokenizer, train_tokenizer
+
+    documents = (
+        read_documents(config.files, config.json_field) if config.files else builtin_documents()
+    )
+    train_tokenizer(documents, config.vocab_size, Path(config.out))
+    size = load_tokenizer(config.out).vocab_size
+    print(
+        f"{config.out}: {size} ids, sentinels included; train with "
+        f"--data.tokenizer {config.out} --model.vocab-size {-(-size // 128) * 128}"
+    )
+    return 0
+
+
+def _value(flag: str, words: Sequence[str]) -> str | None:
+    """The last value that `words` give a flag: it decides what the others start from."""
+    values = [b for a, b in zip(words, words[1:], strict=False) if a == flag]
+    values += [word.split("=", 1)[1] for word in words if word.startswith(f"{flag}=")]
+    return values[-1] if values else None
+
+
+def _parse(kind: type, words: Sequence[str], program: str, default: Any = None) -> Any:
+    """Arguments as a config; tyro's boxed answer to a mistake becomes one line.
+
+    Raises:
+        UserError: an unknown option, with the nearest one; a value that its type or check refuses.
+    """
+    said = io.StringIO()
+    columns = os.environ.get("COLUMNS")
+    try:
+        if not {"-h", "--help"} & set(words):
+            os.environ["COLUMNS"] = "500"  # tyro wraps its answer to the terminal
+        with contextlib.redirect_stderr(said):
+            options = {} if default is None else {"default": default}
+            return tyro.cli(kind, prog=program, args=list(words), **options)
+    except SystemExit as end:
+        if not end.code:
+            raise
+        raise UserError(_one_line(said.getvalue())) from None
+    finally:
+        if columns is None:
+            os.environ.pop("COLUMNS", None)
+        else:
+            os.environ["COLUMNS"] = columns
+
+
+def _one_line(boxed: str) -> str:
+    """The text of a box of tyro's, without its frame and its pointer to --help."""
+    plain = re.sub(r"\x1b\[[0-9;]*m", "", boxed)
+    lines = [line.strip("│ ") for line in plain.splitlines() if not re.match(r"[╭╰]", line)]
+    lines = [line for line in lines if line.strip("─") and not line.startswith("For full help")]
+    return re.sub(r"\s+", " ", " ".join(lines))

@@ -1,0 +1,75 @@
+"""Evaluation on held-out batches."""
+
+import math
+from collections.abc import Callable, Iterable
+from dataclasses import replace
+
+import jax
+import numpy as np
+
+from switchjax import setup
+from switchjax.batch import Batch
+from switchjax.checkpoint import SavedSteps
+from switchjax.config import EvalConfig, read_config
+from switchjax.errors import UserError
+from switchjax.layout import Layout
+from switchjax.loss import TargetSums
+from switchjax.metrics import router_record
+from switchjax.model import SwitchTransformer
+from switchjax.moe.layer import RouterStats
+from switchjax.state import abstract_state
+from switchjax.step import eval_step
+
+EvalStep = Callable[[SwitchTransformer, Batch], tuple[TargetSums, RouterStats | None]]
+
+
+def evaluate(
+    model: SwitchTransformer, batches: Iterable[Batch], compiled_eval_step: EvalStep
+) -> dict[str, float]:
+    """Cross-entropy (nats per target), perplexity, accuracy and router use over all batches.
+
+    Sums of all batches are added before they are divided, so a batch of few targets weighs little
+    and one of none nothing.
+
+    Args:
+        batches: on the devices of the model.
+        compiled_eval_step: `step.eval_step` under `jax.jit`.
+    """
+    results = jax.device_get([compiled_eval_step(model, batch) for batch in batches])
+    nats = sum(float(target.nats) for target, _ in results)
+    targets = sum(int(target.targets) for target, _ in results)
+    correct = sum(int(target.correct) for target, _ in results)
+    routers = [router for _, router in results if router is not None]
+    ce = nats / max(targets, 1)
+    return {
+        "ce": ce,
+        "perplexity": math.exp(ce) if ce < 700 else math.inf,
+        "accuracy": correct / max(targets, 1),
+        "targets": targets,
+    } | router_record(jax.tree.map(lambda *x: np.sum(x, axis=0), *routers) if routers else None)
+
+
+def evaluate_run(config: EvalConfig) -> dict[str, float]:
+    """Evaluates a checkpoint of a run, on any mesh.
+
+    Raises:
+        UserError: there is no such run or checkpoint, or it does not fit the mesh.
+    """
+    run = read_config(config.run)
+    run = replace(run, mesh=config.mesh or run.mesh, devices=config.devices)
+    shape = setup.check(run)
+    saved = SavedSteps(setup.checkpoint_directory(config.run))
+    step = saved.latest() if config.step is None else config.step
+    if step is None:
+        raise UserError(
+            "; ".join([f"{saved.directory} holds no complete checkpoint", *saved.skipped])
+        )
+    mesh = setup.start_devices(run, shape)
+    data = setup.read_data(run, eval_batches=config.batches)
+    data.train.close()
+    layout = Layout()
+    with jax.set_mesh(mesh):
+        state, _ = saved.restore(step, abstract_state(run, layout))
+        batches = (layout.place(batch) for batch in data.eval_batches)
+        record = evaluate(state.model, batches, jax.jit(eval_step))
+    return {"step": step} | record | {"unigram_entropy": data.unigram_entropy}

@@ -1,0 +1,58 @@
+"""What training and evaluation do first: check a config against its mesh, get devices and data.
+
+Cheap checks come first, so that a mistake is answered before any text is read or JAX started.
+"""
+
+from pathlib import Path
+
+import jax
+
+from switchjax import layout, mesh
+from switchjax.config import RunConfig
+from switchjax.data.pipeline import Data, load_data, row_lengths
+from switchjax.mesh import MeshShape
+
+
+def checkpoint_directory(out: str | Path) -> Path:
+    """Where the run in this directory keeps its checkpoints."""
+    return Path(out) / "checkpoints"
+
+
+def check(config: RunConfig) -> MeshShape:
+    """The mesh that the run asks for, once its sizes are known to divide over it.
+
+    Raises:
+        UserError: naming the numbers that do not fit.
+    """
+    shape = mesh.read_mesh(config.mesh)
+    layout.check(
+        config.model,
+        shape,
+        batch_size=config.data.batch_size,
+        accumulation=config.optim.accumulation,
+        row_lengths=row_lengths(config.data, config.model.architecture),
+    )
+    return shape
+
+
+def start_devices(config: RunConfig, shape: MeshShape) -> jax.sharding.Mesh:
+    """The mesh on this machine's devices, simulated ones where JAX runs on CPU."""
+    mesh.simulate_devices(config.devices, shape)
+    return mesh.make_mesh(shape)
+
+
+def read_data(config: RunConfig, *, eval_batches: int | None) -> Data:
+    """The run's text as batches, this process's rows of them.
+
+    Args:
+        eval_batches: most batches of held-out examples; None = all.
+    """
+    return load_data(
+        config.data,
+        config.model.architecture,
+        seed=config.seed,
+        vocab_size=config.model.vocab_size,
+        eval_batches=eval_batches,
+        process_index=jax.process_index(),
+        process_count=jax.process_count(),
+    )

@@ -1,0 +1,50 @@
+"""All that a step changes, how it starts, and where each part of it lives."""
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+from jax import Array
+from jax.sharding import NamedSharding
+
+from switchjax.config import RunConfig
+from switchjax.layout import Layout
+from switchjax.model import SwitchTransformer
+from switchjax.optim import make_optimizer
+
+
+class TrainState(NamedTuple):
+    """Parameters, optimizer state, and the number of finished optimizer steps."""
+
+    step: Array
+    model: SwitchTransformer
+    opt_state: optax.OptState
+
+
+def keys(config: RunConfig) -> tuple[Array, Array]:
+    """The run's key for parameters and its key for noise."""
+    init_key, noise_key = jax.random.split(jax.random.key(config.seed))
+    return init_key, noise_key
+
+
+def init_state(config: RunConfig, layout: Layout) -> TrainState:
+    """The state before the first step, on the mesh in use; bitwise the same on any mesh."""
+    model = SwitchTransformer(keys(config)[0], config.model, layout)
+    return TrainState(jnp.int32(0), model, make_optimizer(config.optim).init(model))
+
+
+def abstract_state(config: RunConfig, layout: Layout) -> TrainState:
+    """Shapes, dtypes and shardings of the state on the mesh in use, without its values."""
+    mesh = jax.sharding.get_mesh()
+
+    def on_mesh(x: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
+        spec = x.sharding.spec if x.sharding is not None else layout.whole
+        return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=NamedSharding(mesh, spec))
+
+    return jax.tree.map(on_mesh, jax.eval_shape(lambda: init_state(config, layout)))
+
+
+def count_parameters(model: SwitchTransformer) -> int:
+    """Parameters of a model or of its shapes."""
+    return sum(x.size for x in jax.tree.leaves(model))

@@ -1,0 +1,132 @@
+"""One optimizer step, and one batch of evaluation: pure functions of state and batch."""
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+from jax import Array, lax
+
+from switchjax.batch import Batch
+from switchjax.config import OptimConfig, RunConfig
+from switchjax.layout import Layout
+from switchjax.loss import TargetSums, target_sums
+from switchjax.metrics import StepMetrics
+from switchjax.model import SwitchTransformer
+from switchjax.moe.layer import RouterStats
+from switchjax.nn.noise import Noise
+from switchjax.optim import learning_rate, make_optimizer
+from switchjax.state import TrainState, keys
+
+
+class LossParts(NamedTuple):
+    """A micro-batch's share of the step's losses: the shares add up to the whole."""
+
+    ce: Array
+    router: RouterStats | None  # [layers, ...]
+
+
+def train_step(
+    config: RunConfig, layout: Layout, state: TrainState, batch: Batch
+) -> tuple[TrainState, StepMetrics]:
+    """The state after one optimizer step on the whole batch, and what the step measured.
+
+    With accumulation the batch is cut into micro-batches, each with its own queues; where nothing
+    drops the result is that of the whole batch at once, but for the balance loss, which is the
+    mean over micro-batches.
+    """
+    optim = config.optim
+    key = jax.random.fold_in(keys(config)[1], state.step)
+    num_targets = jnp.maximum(batch.target_mask_BL.sum(), 1)
+
+    def gradient(micro: Batch) -> tuple[SwitchTransformer, LossParts]:
+        noise = Noise(key, micro.row_B)
+        return jax.grad(_loss, has_aux=True)(state.model, micro, noise, num_targets, optim)
+
+    grads, parts = _accumulate(gradient, batch, optim.accumulation, layout)
+    updates, opt_state = make_optimizer(optim).update(grads, state.opt_state, state.model)
+    aux, z = _router_losses(parts.router)
+    metrics = StepMetrics(
+        loss=_total(parts.ce, aux, z, optim),
+        ce=parts.ce,
+        aux=aux,
+        z=z,
+        grad_norm=optax.global_norm(grads),
+        learning_rate=learning_rate(optim, state.step),
+        tokens=_real_tokens(batch),
+        router=parts.router,
+    )
+    model = optax.apply_updates(state.model, updates)
+    return TrainState(state.step + 1, model, opt_state), metrics
+
+
+def _loss(
+    model: SwitchTransformer,
+    micro: Batch,
+    noise: Noise,
+    num_targets: Array,
+    optim: OptimConfig,
+) -> tuple[Array, LossParts]:
+    """A micro-batch's share of the step's loss.
+
+    Args:
+        num_targets: real targets of the whole batch, so that every target weighs the same.
+    """
+    logits_BLV, router = model(micro, noise)
+    ce = target_sums(logits_BLV, micro.targets_BL, micro.target_mask_BL).nats / num_targets
+    if router is not None:
+        share = 1 / optim.accumulation
+        router = router._replace(balance=router.balance * share, z=router.z * share)
+    return _total(ce, *_router_losses(router), optim), LossParts(ce, router)
+
+
+def _router_losses(router: RouterStats | None) -> tuple[Array, Array]:
+    """Balance loss and z-loss, each the mean over Switch layers; 0 without any."""
+    if router is None:
+        return jnp.float32(0), jnp.float32(0)
+    return router.balance.mean(), router.z.mean()
+
+
+def _total(ce: Array, aux: Array, z: Array, optim: OptimConfig) -> Array:
+    return ce + optim.balance_coefficient * aux + optim.z_coefficient * z
+
+
+def _accumulate(
+    compute: Callable[[Batch], tuple[SwitchTransformer, LossParts]],
+    batch: Batch,
+    num_micros: int,
+    layout: Layout,
+) -> tuple[SwitchTransformer, LossParts]:
+    """Σ compute(micro-batch). Micro-batch i holds rows i, i + m, …, so no row changes device."""
+    if num_micros == 1:
+        return compute(batch)
+
+    def cut(x: Array) -> Array:
+        shape = (x.shape[0] // num_micros, num_micros, *x.shape[1:])
+        return x.reshape(shape, out_sharding=layout.rows(len(shape))).swapaxes(0, 1)
+
+    micros = jax.tree.map(cut, batch)
+    shapes = jax.eval_shape(compute, jax.tree.map(lambda x: x[0], micros))
+    zeros = jax.tree.map(
+        lambda s: jnp.zeros(s.shape, s.dtype, out_sharding=s.sharding.spec), shapes
+    )
+
+    def add(sums, micro):
+        return jax.tree.map(jnp.add, sums, compute(micro)), None
+
+    return lax.scan(add, zeros, micros)[0]
+
+
+def _real_tokens(batch: Batch) -> Array:
+    """Tokens that the model reads, padding apart."""
+    tokens = (batch.segment_BL > 0).sum(dtype=jnp.int32)
+    if batch.encoder_segment_BS is not None:
+        tokens += (batch.encoder_segment_BS > 0).sum(dtype=jnp.int32)
+    return tokens
+
+
+def eval_step(model: SwitchTransformer, batch: Batch) -> tuple[TargetSums, RouterStats | None]:
+    """Sums over one batch: no noise, and unless the config says otherwise nothing drops."""
+    logits_BLV, router = model(batch, None)
+    return target_sums(logits_BLV, batch.targets_BL, batch.target_mask_BL), router

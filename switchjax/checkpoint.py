@@ -1,13 +1,7 @@
-"""What is saved of a run, when a step counts as saved, and which saved steps stay.
+"""Saving a run: when a step counts as saved, and which saved steps stay.
 
-One directory a step. `state/` holds the arrays under names made from the tree path, so that a
-file says what it holds; `run.json` the config, the position in the data and the evaluation loss;
-`manifest.json` size and checksum of every file. All of it is written under a temporary name and
-renamed at the end: a directory named by a plain number was complete when it got that name, and
-what the manifest contradicts was damaged later. Orbax alone would load most damaged arrays
-without a word.
-
-Knows nothing of models, optimizers or the training loop: a state is any pytree of arrays.
+A step is written under a temporary name, with a manifest of its files, and renamed at the end: a
+directory named by a plain number was complete when it got that name. `saved_steps` reads it.
 """
 
 import atexit
@@ -18,113 +12,30 @@ import os
 import re
 import shutil
 import tempfile
-import zlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import jax
 import orbax.checkpoint as ocp
-from flax import nnx
 from orbax.checkpoint.checkpoint_managers import PreservationContext
 
-from switchjax.config import RunConfig, from_dict, to_dict
+from switchjax.config import RunConfig, to_dict
 from switchjax.errors import UserError
+from switchjax.saved_steps import (
+    MANIFEST,
+    RUN,
+    STATE,
+    PyTree,
+    SavedSteps,
+    damage_in,
+    digests,
+    eval_loss_of,
+    named_leaves,
+)
 
-PyTree = Any
-
-_STATE = "state"
-_RUN = "run.json"
-_MANIFEST = "manifest.json"
 _TEMPORARY = ocp.path.atomicity.TMP_DIR_SUFFIX
-
-
-def named_leaves(tree: PyTree) -> dict[str, Any]:
-    """Leaves of `tree` by dotted path, as `model.encoder.w_in_EDF`, in flattening order."""
-    paths, _ = jax.tree_util.tree_flatten_with_path(
-        tree, is_leaf=lambda node: isinstance(node, nnx.Variable)
-    )
-    names = [jax.tree_util.keystr(path, simple=True, separator=".") for path, _ in paths]
-    # A Variable is itself a tree of one leaf; its inner path element says nothing.
-    named = dict(zip(names, jax.tree.leaves(tree), strict=True))
-    assert len(named) == len(names), "two leaves of the state have the same name"
-    return named
-
-
-class SavedSteps:
-    """Read-only view of the steps saved in a directory; safe beside a run that is writing it."""
-
-    def __init__(self, directory: Path) -> None:
-        self.directory = directory.absolute()
-        self.skipped: list[str] = []
-        """What the last call of `latest` passed over, one line a step."""
-        self._interrupted: set[int] = set()
-        self._checked: dict[int, str | None] = {}
-
-    def path(self, step: int) -> Path:
-        return self.directory / str(step)
-
-    def latest(self) -> int | None:
-        """The newest complete step; the broken ones passed over are in `skipped`."""
-        self.skipped = []
-        for step in sorted({*self._steps(), *self._interrupted}, reverse=True):
-            damage = self._damage(step)
-            if damage is None:
-                return step
-            self.skipped.append(f"step {step}: {damage}")
-        return None
-
-    def read_config(self, step: int) -> RunConfig:
-        """The config of the run that saved `step`."""
-        return from_dict(self._read_run(step)["config"])
-
-    def restore(self, step: int, target: PyTree) -> tuple[PyTree, dict]:
-        """State and data position of `step`, bit for bit, on the shardings of `target`.
-
-        `target` has a `jax.ShapeDtypeStruct` with a concrete sharding for every array. The
-        devices that the step was saved on need not exist.
-
-        Raises:
-            UserError: the step is absent or damaged, or names, shapes and dtypes are not exactly
-                those of `target`.
-        """
-        run = self._read_run(step)
-        wanted = named_leaves(target)
-        # Without a sharding orbax would look for the devices that saved the file.
-        assert all(leaf.sharding is not None for leaf in wanted.values())
-        directory = self.path(step) / _STATE
-        # Annotated with orbax's own path class; any path will do.
-        handler = ocp.StandardCheckpointHandler()
-        found = handler.metadata(directory).tree  # pyright: ignore[reportArgumentType]
-        misfit = _misfit(wanted, found)
-        if misfit:
-            raise UserError(f"step {step} in {self.directory} does not fit: {misfit}")
-        with ocp.StandardCheckpointer() as checkpointer:
-            arrays = checkpointer.restore(directory, wanted)
-        state = jax.tree.unflatten(jax.tree.structure(target), [arrays[n] for n in wanted])
-        return state, run["data_state"]
-
-    def _steps(self) -> Iterator[int]:
-        if self.directory.is_dir():
-            for entry in self.directory.iterdir():
-                if entry.name.isdecimal():
-                    yield int(entry.name)
-
-    def _read_run(self, step: int) -> dict:
-        damage = self._damage(step)
-        if damage is not None:
-            raise UserError(f"step {step}: {damage}, in {self.directory}")
-        return json.loads((self.path(step) / _RUN).read_text())
-
-    def _damage(self, step: int) -> str | None:
-        """What is wrong with `step`, or None; reads all of it, once."""
-        if not self.path(step).is_dir():
-            interrupted = step in self._interrupted
-            return "its save was interrupted" if interrupted else "there is no such checkpoint"
-        if step not in self._checked:
-            self._checked[step] = _damage_in(self.path(step))
-        return self._checked[step]
 
 
 @dataclass(frozen=True)
@@ -149,7 +60,7 @@ class Checkpoints(SavedSteps):
         self._interrupted = self._remove_temporary()
         self._on_commit = on_commit
         self._pending: _Pending | None = None
-        self._losses = {step: _eval_loss(self.path(step)) for step in self._steps()}
+        self._losses = {step: eval_loss_of(self.path(step)) for step in self._steps()}
         options = ocp.CheckpointManagerOptions(
             preservation_policy=_NewestAndBest(keep, self._losses, self._is_sound),
             async_options=ocp.options.AsyncOptions(
@@ -188,7 +99,7 @@ class Checkpoints(SavedSteps):
         self._checked.pop(step, None)
         self._pending = pending
         self._losses[step] = eval_loss
-        args = ocp.args.Composite(**{_STATE: ocp.args.StandardSave(named_leaves(state))})
+        args = ocp.args.Composite(**{STATE: ocp.args.StandardSave(named_leaves(state))})
         try:
             # The training loop may forbid implicit transfers; this one is meant.
             with jax.transfer_guard("allow"):
@@ -224,7 +135,7 @@ class Checkpoints(SavedSteps):
             error = raised
         self._pending = None
         # Orbax takes its own word for it; the disk has the last one.
-        committed = (self.path(step) / _MANIFEST).is_file()
+        committed = (self.path(step) / MANIFEST).is_file()
         if committed:
             self._on_commit(step)
         if committed and error is not None:
@@ -252,12 +163,12 @@ class Checkpoints(SavedSteps):
         """Completes the step, in orbax's thread, just before it gets its final name."""
         assert self._pending is not None
         temporary = self.directory / f"{self._pending.step}{_TEMPORARY}"
-        (temporary / _RUN).write_text(self._pending.run)
-        (temporary / _MANIFEST).write_text(json.dumps({"files": _digests(temporary)}, indent=1))
+        (temporary / RUN).write_text(self._pending.run)
+        (temporary / MANIFEST).write_text(json.dumps({"files": digests(temporary)}, indent=1))
 
     def _is_sound(self, step: int) -> bool:
         """Whether `step` may count among those kept: not damaged as far as a glance shows."""
-        return self._checked.get(step) is None and _damage_in(self.path(step), glance=True) is None
+        return self._checked.get(step) is None and damage_in(self.path(step), glance=True) is None
 
     def _remove_temporary(self) -> set[int]:
         """The steps whose save was cut off; removes what it left."""
@@ -291,67 +202,6 @@ class _NewestAndBest:
         best = {min(scored, key=scored.__getitem__)} if scored else set()
         stay = {*sound[-self.keep :], *best}
         return [step in stay or step not in sound for step in steps]
-
-
-def _digests(directory: Path) -> dict[str, tuple[int, int]]:
-    """Size and CRC-32 of every file below `directory` that orbax does not touch any more."""
-    files = (path for path in sorted(directory.rglob("*")) if path.is_file())
-    return {
-        path.relative_to(directory).as_posix(): (path.stat().st_size, _crc32(path))
-        for path in files
-        if path.parent != directory or path.name == _RUN
-    }
-
-
-def _crc32(path: Path) -> int:
-    crc = 0
-    with path.open("rb") as file:
-        while block := file.read(1 << 22):
-            crc = zlib.crc32(block, crc)
-    return crc
-
-
-def _damage_in(directory: Path, *, glance: bool = False) -> str | None:
-    """How `directory` differs from its manifest, or None; at a glance by file sizes alone."""
-    try:
-        files = json.loads((directory / _MANIFEST).read_text())["files"]
-        for name, (size, crc) in files.items():
-            path = directory / name
-            if not path.is_file():
-                return f"file {name} is missing"
-            if path.stat().st_size != size or not (glance or _crc32(path) == crc):
-                return f"file {name} is damaged"
-    except FileNotFoundError:
-        return f"file {_MANIFEST} is missing"
-    except (ValueError, KeyError, TypeError, AttributeError):
-        return f"file {_MANIFEST} is damaged"
-    return None
-
-
-def _eval_loss(directory: Path) -> float | None:
-    """The evaluation loss that a step was saved with; None if it cannot be read."""
-    try:
-        return json.loads((directory / _RUN).read_text())["eval_loss"]
-    except (OSError, ValueError, KeyError):
-        return None  # `latest` and `restore` say what is wrong with the step
-
-
-def _misfit(wanted: dict[str, Any], found: dict[str, Any]) -> str:
-    """How the arrays in a file differ from those wanted; empty if they do not."""
-
-    def describe(leaf: Any) -> str:
-        return f"{leaf.dtype}[{','.join(map(str, leaf.shape))}]"
-
-    missing = [name for name in wanted if name not in found]
-    extra = [name for name in found if name not in wanted]
-    other = [
-        f"{name} is {describe(found[name])}, not {describe(leaf)}"
-        for name, leaf in wanted.items()
-        if name in found and describe(found[name]) != describe(leaf)
-    ]
-    parts = [f"missing {', '.join(missing)}"] if missing else []
-    parts += [f"extra {', '.join(extra)}"] if extra else []
-    return "; ".join(parts + other)
 
 
 def _cause(error: BaseException) -> str:

@@ -9,7 +9,6 @@ import numpy as np
 
 from switchjax import setup
 from switchjax.batch import Batch
-from switchjax.checkpoint import SavedSteps
 from switchjax.config import EvalConfig, read_config
 from switchjax.errors import UserError
 from switchjax.layout import Layout
@@ -17,6 +16,7 @@ from switchjax.loss import TargetSums
 from switchjax.metrics import router_record
 from switchjax.model import SwitchTransformer
 from switchjax.moe.layer import RouterStats
+from switchjax.saved_steps import SavedSteps
 from switchjax.state import abstract_state
 from switchjax.step import eval_step
 

@@ -22,9 +22,10 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from switchjax.axes import AXES
-from switchjax.checkpoint import Checkpoints, SavedSteps, named_leaves
+from switchjax.checkpoint import Checkpoints
 from switchjax.config import ModelConfig, RunConfig
 from switchjax.errors import UserError
+from switchjax.saved_steps import SavedSteps, named_leaves
 
 EXPERTS = 8
 CONFIG = RunConfig(model=ModelConfig(num_experts=EXPERTS), steps=7)

@@ -13,7 +13,8 @@ from rich.console import Console
 from tensorboardX.proto.event_pb2 import Event
 
 from switchjax import runlog
-from switchjax.runlog import MAX_COLUMNS, STEP_METRICS, ExpertLoad, RunLog
+from switchjax.expert_load import MAX_COLUMNS, ExpertLoad
+from switchjax.runlog import STEP_METRICS, RunLog
 
 LAYERS = ("encoder 1", "decoder 1")
 EXPERTS = 4

@@ -52,7 +52,7 @@ def train_step(
         ce=parts.ce,
         aux=aux,
         z=z,
-        grad_norm=optax.global_norm(grads),
+        grad_norm=optax.tree.norm(grads),
         learning_rate=learning_rate(optim, state.step),
         tokens=_real_tokens(batch),
         router=parts.router,

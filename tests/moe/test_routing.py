@@ -1,0 +1,239 @@
+"""Who goes where, by tables small enough to check by hand."""
+
+from fractions import Fraction
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from switchjax.moe.routing import balance_loss, capacity, route, router_sums, z_loss
+
+EXACT = {"rtol": 1e-6}  # of golden numbers that float32 computes in a few operations
+
+
+def logits_of(*favourites, num_experts=3):
+    """One group in which token t has probability 1/2 or more for favourites[t]."""
+    return 2 * np.eye(num_experts)[[favourites]]
+
+
+@partial(jax.jit, static_argnames=("top_k", "capacity"))
+def _ask(logits_GTE, real_GT, *, top_k, capacity):
+    routing = route(logits_GTE, real_GT, top_k=top_k, capacity=capacity)
+    return routing, router_sums(logits_GTE, real_GT, routing)
+
+
+def ask(logits_1TE, *, top_k=1, capacity, real=None):
+    """The routing of one group, without the group dim, and its sums, as numpy arrays."""
+    logits_1TE = jnp.asarray(logits_1TE, jnp.float32)
+    real_1T = np.ones(logits_1TE.shape[:2], bool) if real is None else np.array([real])
+    routing, sums = jax.device_get(_ask(logits_1TE, real_1T, top_k=top_k, capacity=capacity))
+    return type(routing)(*(a[0] for a in routing)), sums
+
+
+def test_three_tokens_one_slot():
+    """Tokens 0 and 2 want expert 1, token 1 wants expert 0. Token 2 comes too late."""
+    routing, sums = ask(logits_of(1, 0, 1), capacity=1)
+    assert routing.expert_GTQ.tolist() == [[1], [0], [1]]
+    assert routing.slot_GTQ.tolist() == [[0], [0], [1]]
+    assert routing.kept_GTQ.tolist() == [[True], [True], [False]]
+    assert sums.assigned_E.tolist() == [1, 2, 0]
+    assert (sums.dropped, sums.tokens) == (1, 3)
+
+
+def test_three_tokens_two_slots():
+    """The same wishes; with a second slot everyone gets in."""
+    routing, sums = ask(logits_of(1, 0, 1), capacity=2)
+    assert routing.slot_GTQ.tolist() == [[0], [0], [1]]
+    assert routing.kept_GTQ.all()
+    assert sums.dropped == 0
+
+
+def test_second_choices_queue_behind_all_first_ones():
+    """Token 0: expert 0, then 1. Token 1: expert 1, then 0. Token 2: expert 1, then 2.
+
+    Expert 1's queue is token 1, token 2 (first choices), then token 0; expert 0's is 0, then 1.
+    """
+    logits = [[[3, 2, 0], [2, 3, 0], [0, 3, 2]]]
+    routing, sums = ask(logits, top_k=2, capacity=1)
+    assert routing.expert_GTQ.tolist() == [[0, 1], [1, 0], [1, 2]]
+    assert routing.slot_GTQ.tolist() == [[0, 2], [0, 1], [1, 0]]
+    assert routing.kept_GTQ.tolist() == [[True, False], [True, False], [False, True]]
+    assert sums.assigned_E.tolist() == [2, 3, 1]
+    assert sums.dropped == 3
+    routing, sums = ask(logits, top_k=2, capacity=2)
+    assert routing.kept_GTQ.tolist() == [[True, False], [True, True], [True, True]]
+    assert sums.dropped == 1
+
+
+def test_two_gates_are_shares_of_both_probabilities():
+    """exp(3) and exp(2) of the chosen experts: 0.7310586 and 0.2689414, whatever the third has."""
+    for third in (0.0, 1.9):
+        routing, _ = ask([[[2.0, 3.0, third]]], top_k=2, capacity=1)
+        np.testing.assert_allclose(routing.gate_GTQ, [[0.7310586, 0.2689414]], **EXACT)
+
+
+def test_groups_have_queues_of_their_own():
+    """Two groups of two tokens that all want expert 2: one is kept in each."""
+    logits = np.concatenate([logits_of(2, 2), logits_of(2, 2)])
+    routing, _ = _ask(logits, np.ones((2, 2), bool), top_k=1, capacity=1)
+    assert routing.kept_GTQ[..., 0].tolist() == [[True, False], [True, False]]
+
+
+def test_capacity_is_exact():
+    # 1.1 · 10 is 11.000000000000002 in floating point, and its ceiling would be 12.
+    assert capacity(10, 1, 1, 1.1) == 10  # at most all tokens
+    assert capacity(100, 10, 1, 1.1) == 11
+    assert capacity(10, 10, 1, 1.1) == 2
+    assert capacity(200, 8, 2, 1.25) == 63  # 62.5
+    assert capacity(8, 4, 1, 1.25) == 3  # case 31a: 2.5 is rounded up
+    assert capacity(4, 128, 1, 1.0) == 1  # case 31b
+    assert capacity(2, 2, 1, 4.0) == 2  # case 31c
+    assert capacity(8, 1, 1, 1.25) == 8  # case 31d
+    assert capacity(4, 16, 1, 1.25) == 1  # case 31e
+    assert capacity(1, 4, 1, 1.25) == 1  # case 31f
+
+
+@given(
+    hundredths=st.integers(1, 1000),
+    group_size=st.integers(1, 5000),
+    num_experts=st.integers(1, 512),
+    top_k=st.integers(1, 2),
+)
+@settings(deadline=None, derandomize=True, database=None)
+def test_capacity_is_the_smallest_integer_not_below_the_share(
+    hundredths, group_size, num_experts, top_k
+):
+    slots = capacity(group_size, num_experts, top_k, hundredths / 100)
+    share = Fraction(hundredths * group_size * top_k, 100 * num_experts)
+    assert 1 <= slots <= group_size
+    assert slots >= share or slots == group_size
+    assert slots - 1 < share or slots == 1
+
+
+@pytest.mark.parametrize("factor, kept", [(1.0, 5), (1.25, 6), (2.5, 8)])
+def test_rounding_decides_who_is_kept(factor, kept):
+    """Experts asked by 5, 1, 1 and 1 of 8 tokens; 1.25 gives ceil(2.5) = 3 slots."""  # case 31a
+    slots = capacity(8, 4, 1, factor)
+    _, sums = ask(logits_of(0, 0, 0, 0, 0, 1, 2, 3, num_experts=4), capacity=slots)
+    assert 8 - sums.dropped == kept
+
+
+def test_no_expert_gets_more_than_its_slots():
+    """The first two of five are kept; and so it is in a crowd of 1000."""  # case 12
+    routing, _ = ask(logits_of(0, 0, 0, 0, 0), capacity=2)
+    assert routing.kept_GTQ[:, 0].tolist() == [True, True, False, False, False]
+    logits = np.random.default_rng(0).normal(scale=3, size=(1, 1000, 7))
+    for top_k in (1, 2):
+        routing, sums = ask(logits, top_k=top_k, capacity=100)
+        asked = np.bincount(routing.expert_GTQ.ravel(), minlength=7)
+        kept = np.bincount(routing.expert_GTQ[routing.kept_GTQ], minlength=7)
+        np.testing.assert_array_equal(kept, np.minimum(asked, 100))
+        np.testing.assert_array_equal(sums.assigned_E, asked)
+        assert sums.dropped == top_k * 1000 - kept.sum() > 0
+
+
+def test_more_than_256_tokens_of_one_expert_are_counted():
+    """In bfloat16 1 + 1 + … stops at 256."""  # case 17
+    routing, sums = ask(logits_of(*[1] * 1000), capacity=1000)
+    assert routing.slot_GTQ[:, 0].tolist() == list(range(1000))
+    assert sums.assigned_E.tolist() == [0, 1000, 0]
+    assert {a.dtype.name for a in (routing.slot_GTQ, sums.assigned_E, sums.tokens)} == {"int32"}
+
+
+def test_close_logits_are_told_apart():
+    """256, 256.5 and 257 are one number in bfloat16."""  # case 17
+    routing, _ = ask([[[256.0, 256.5, 257.0]]], capacity=1)
+    assert routing.expert_GTQ.tolist() == [[2]]
+
+
+def test_ties_go_to_the_lower_expert():  # case 62
+    routing, _ = ask(np.zeros((1, 4, 3)), top_k=2, capacity=4)
+    assert routing.expert_GTQ.tolist() == [[0, 1]] * 4
+    routing, _ = ask([[[0.0, 1.0, 1.0]]], capacity=1)
+    assert routing.expert_GTQ.tolist() == [[1]]
+
+
+def losses(logits, real=None):
+    _, sums = ask(logits, capacity=8, real=real)
+    return float(balance_loss(sums)), float(z_loss(sums))
+
+
+@pytest.mark.parametrize("num_experts, z", [(4, 1.9218121), (8, 4.3240771)])
+def test_losses_of_a_uniform_router(num_experts, z):  # case 27
+    np.testing.assert_allclose(losses(np.zeros((1, 8, num_experts))), (1.0, z), **EXACT)
+
+
+def test_losses_of_a_skewed_router():  # case 27
+    _, z = losses([[[2.0, 0, 0, 0]] * 8])
+    np.testing.assert_allclose(z, 5.4791244, **EXACT)
+    aux, _ = losses([[[4.0, 0, 0, 0]] * 8])
+    np.testing.assert_allclose(aux, 3.7916600, **EXACT)
+
+
+def test_padding_is_not_in_the_losses():
+    """Four real tokens, one for each expert, and four of padding that would all take expert 0."""
+    # case 4
+    real = [True] * 4 + [False] * 4
+    probs = np.full((8, 4), 0.1)
+    probs[range(4), range(4)] = 0.7
+    probs[4:] = [0.97, 0.01, 0.01, 0.01]
+    aux, _ = losses(np.log(probs)[None], real)
+    np.testing.assert_allclose(aux, 1.0, **EXACT)
+    _, z = losses([[[2.0, 0, 0, 0]] * 4 + [[0.0] * 4] * 4], real)
+    np.testing.assert_allclose(z, 5.4791244, **EXACT)
+
+
+def test_nothing_but_padding_costs_nothing():
+    assert losses(np.ones((1, 4, 3)), [False] * 4) == (0.0, 0.0)
+
+
+@pytest.mark.parametrize("top_k", [1, 2])
+def test_padding_takes_no_slot(top_k):
+    """Four of padding, then four real tokens, all for expert 0, which has four slots."""  # case 5
+    real = [False] * 4 + [True] * 4
+    routing, sums = ask(logits_of(*[0] * 8, num_experts=2), top_k=top_k, capacity=4, real=real)
+    assert routing.kept_GTQ.all(axis=1).tolist() == real
+    assert not routing.kept_GTQ[:4].any()
+    assert routing.slot_GTQ[4:, 0].tolist() == [0, 1, 2, 3]
+    assert sums.dropped == 0 and sums.tokens == 4 and sums.assigned_E.sum() == 4 * top_k
+
+
+def test_the_router_learns_from_the_task():
+    """The gate is p itself: its gradient is p·(1 - p), not 0 as after a softmax over one."""
+
+    # case 29
+    def gate(logits_E):
+        one = jnp.ones((1, 1), bool)
+        return route(logits_E[None, None], one, top_k=1, capacity=1).gate_GTQ[0, 0, 0]
+
+    value, slope_E = jax.jit(jax.value_and_grad(gate))(jnp.array([1.0, 0.0]))
+    np.testing.assert_allclose(value, 0.7310586, **EXACT)
+    np.testing.assert_allclose(slope_E, [0.1966119, -0.1966119], **EXACT)
+
+
+def test_collapse_that_the_balance_loss_cannot_see_has_a_gradient():
+    """All logits tie, all tokens go to expert 0: the loss is 1, "balanced", and yet it pushes.
+
+    Its gradient is E·p0·(δ - p) / T a token: 4 · 1/4 · (δ - 1/4) / 8.
+    """  # case 33
+
+    def aux(logits_GTE):
+        real_GT = jnp.ones((1, 8), bool)
+        routing = route(logits_GTE, real_GT, top_k=1, capacity=2)
+        return balance_loss(router_sums(logits_GTE, real_GT, routing))
+
+    value, slope_GTE = jax.jit(jax.value_and_grad(aux))(jnp.zeros((1, 8, 4)))
+    np.testing.assert_allclose(value, 1.0, **EXACT)
+    np.testing.assert_allclose(slope_GTE[0], [[0.09375, -0.03125, -0.03125, -0.03125]] * 8, **EXACT)
+
+
+def test_more_experts_than_tokens():  # case 31e, case 31f
+    routing, sums = ask(logits_of(7, 7, 15, 0, num_experts=16), capacity=1)
+    assert routing.kept_GTQ[:, 0].tolist() == [True, False, True, True]
+    assert sums.assigned_E.tolist() == [1] + [0] * 6 + [2] + [0] * 7 + [1]
+    routing, _ = ask(logits_of(2), capacity=1)
+    assert routing.kept_GTQ.tolist() == [[True]]

@@ -41,9 +41,9 @@ class ModelConfig:
     """Width of the residual stream."""
     d_ff: int = 512
     """Hidden width of a feed-forward layer and of one expert."""
-    num_heads: int = 4
+    num_heads: int = 8
     """Attention heads."""
-    d_kv: int = 32
+    d_kv: int = 16
     """Width of one head."""
     num_layers: int = 2
     """Layers of the encoder and of the decoder each."""

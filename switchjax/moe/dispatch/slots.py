@@ -28,12 +28,14 @@ def assign_slots(routing: Routing, num_experts: int, capacity: int) -> Slots:
     """The buffer row of every kept choice of the groups on this device."""
     G, T, Q = routing.expert_GTQ.shape
     num_rows = num_experts * G * capacity
-    group_G11 = jnp.arange(G)[:, None, None]
+    group_G11 = jnp.arange(G, dtype=jnp.int32)[:, None, None]
     row_GTQ = (routing.expert_GTQ * G + group_G11) * capacity + routing.slot_GTQ
     row_TQ = jnp.where(routing.kept_GTQ, row_GTQ, num_rows).reshape(G * T, Q)
     num_choices = G * T * Q
     choice_R = jnp.full(num_rows, num_choices, jnp.int32)
-    choice_R = choice_R.at[row_TQ.reshape(-1)].set(jnp.arange(num_choices), mode="drop")
+    choice_R = choice_R.at[row_TQ.reshape(-1)].set(
+        jnp.arange(num_choices, dtype=jnp.int32), mode="drop"
+    )
     return Slots(row_TQ, choice_R)
 
 

@@ -1,0 +1,199 @@
+"""Tokens reach their slots and come back unchanged: on one device, and over every mesh."""
+
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from jax import P
+from jax.test_util import check_grads
+from small_meshes import LAYOUT, NAMES, put, use
+
+from switchjax.axes import DATA, EXPERT
+from switchjax.moe.dispatch import all_to_all
+from switchjax.moe.dispatch.slots import assign_slots, fill_slots, read_slots
+from switchjax.moe.routing import route
+
+WIDTH = 3
+
+# Few shapes, since each is compiled once; what hypothesis varies within them is unlimited.
+SIZES = [  # groups, tokens of a group, experts, choices, capacity
+    (1, 1, 1, 1, 1),
+    (1, 6, 3, 1, 2),
+    (3, 5, 4, 1, 1),
+    (2, 8, 2, 2, 8),
+    (3, 5, 4, 2, 2),
+    (2, 4, 16, 2, 1),
+]
+
+
+@st.composite
+def wishes(draw):
+    """Sizes, logits and masks: from wild ones to those with many ties."""
+    G, T, E, Q, C = draw(st.sampled_from(SIZES))
+    rng = np.random.default_rng(draw(st.integers(0, 2**32 - 1)))
+    logits_GTE = rng.integers(0, draw(st.sampled_from([1, 2, 5, 100])), (G, T, E))
+    real_GT = rng.random((G, T)) < draw(st.sampled_from([0.0, 0.5, 0.9, 1.0]))
+    x_TD = rng.standard_normal((G * T, WIDTH)).astype(np.float32)
+    dy = rng.standard_normal((E * G * C, WIDTH)).astype(np.float32)
+    return (G, T, E, Q, C), logits_GTE.astype(np.float32), real_GT, x_TD, dy
+
+
+@partial(jax.jit, static_argnames=("top_k", "capacity"))
+def there_and_back(logits_GTE, real_GT, x_TD, dy_RD, *, top_k, capacity):
+    """Routing, slots, the buffer, what is read from it, and gradients of both ways."""
+    num_experts = logits_GTE.shape[-1]
+    routing = route(logits_GTE, real_GT, top_k=top_k, capacity=capacity)
+    slots = assign_slots(routing, num_experts, capacity)
+    x_RD, fill_vjp = jax.vjp(lambda x: fill_slots(x, slots), x_TD)
+    y_TQD, read_vjp = jax.vjp(lambda y: read_slots(y, slots), x_RD)
+    plain_fill_vjp = jax.vjp(lambda x: plain_gather(x, slots.choice_R // top_k), x_TD)[1]
+    plain_read_vjp = jax.vjp(lambda y: plain_gather(y, slots.row_TQ), x_RD)[1]
+    dy_TQD = jnp.repeat(x_TD[:, None], top_k, axis=1) + jnp.arange(top_k)[None, :, None]
+    return {
+        "routing": routing,
+        "slots": slots,
+        "x_RD": x_RD,
+        "y_TQD": y_TQD,
+        "filled": (fill_vjp(dy_RD), plain_fill_vjp(dy_RD)),
+        "read": (read_vjp(dy_TQD), plain_read_vjp(dy_TQD)),
+    }
+
+
+def plain_gather(x, index):
+    return x.at[index].get(mode="fill", fill_value=0)
+
+
+@given(wishes())
+@settings(deadline=None, derandomize=True, database=None, max_examples=60)
+def test_slots(wish):
+    (G, T, E, Q, C), logits_GTE, real_GT, x_TD, dy_RD = wish
+    found = jax.device_get(there_and_back(logits_GTE, real_GT, x_TD, dy_RD, top_k=Q, capacity=C))
+    routing, slots, x_RD = found["routing"], found["slots"], found["x_RD"]
+    kept_TQ = routing.kept_GTQ.reshape(G * T, Q)
+    rows = slots.row_TQ[kept_TQ]
+
+    # No slot is used twice, and each is one of its own expert and group.
+    assert len(set(rows.tolist())) == len(rows)
+    expert_TQ = routing.expert_GTQ.reshape(G * T, Q)
+    group_TQ = np.arange(G * T)[:, None] // T + np.zeros_like(expert_TQ)
+    np.testing.assert_array_equal(rows // C // G, expert_TQ[kept_TQ])
+    np.testing.assert_array_equal(rows // C % G, group_TQ[kept_TQ])
+    assert (slots.row_TQ[~kept_TQ] == E * G * C).all()
+    # Slots are taken from the first on: an expert's queue has no hole.
+    used_EGC = (slots.choice_R < G * T * Q).reshape(E, G, C)
+    assert (used_EGC[..., :-1] >= used_EGC[..., 1:]).all()
+    assert used_EGC.sum() == kept_TQ.sum()
+
+    # The buffer holds each kept token where its row says, and zeros elsewhere.
+    expected_RD = np.zeros_like(x_RD)
+    token_TQ = np.arange(G * T)[:, None] + np.zeros_like(slots.row_TQ)
+    expected_RD[rows] = x_TD[token_TQ[kept_TQ]]
+    np.testing.assert_array_equal(x_RD, expected_RD)
+    # And back: the identity for what was kept, zeros for the rest.
+    np.testing.assert_array_equal(found["y_TQD"], np.where(kept_TQ[..., None], x_TD[:, None], 0))
+    # The gather-only gradients are those of the plain gathers.
+    for ours, plain in (found["filled"], found["read"]):
+        np.testing.assert_array_equal(ours[0], plain[0])
+
+
+# --- Over meshes, inside shard_map ------------------------------------------------------------
+
+ROWS, LENGTH, EXPERTS = 8, 6, 8
+
+
+@partial(jax.jit, static_argnames=("top_k", "capacity"))
+def exchange(x_BLD, logits_BLE, real_BL, *, top_k, capacity):
+    """Tokens at their experts [E, R, D], tokens back again [B, L, Q, D], and the routing."""
+
+    def local(x_bLD, logits_bLE, real_bL):
+        routing = route(logits_bLE, real_bL, top_k=top_k, capacity=capacity)
+        plan = all_to_all.plan(routing, EXPERTS, capacity)
+        x_eRD = all_to_all.dispatch(x_bLD.reshape(-1, x_bLD.shape[-1]), plan, EXPERTS)
+        back_TQD = all_to_all.combine(x_eRD, plan)
+        return x_eRD, back_TQD.reshape(*x_bLD.shape[:2], top_k, -1), routing
+
+    return jax.shard_map(
+        local,
+        in_specs=(LAYOUT.tokens_bld, LAYOUT.tokens_bld, LAYOUT.tokens_bl),
+        out_specs=(P(EXPERT, DATA, None), LAYOUT.rows(4), LAYOUT.rows(3)),
+    )(x_BLD, logits_BLE, real_BL)
+
+
+def tokens_and_logits(dtype=np.float32):
+    rng = np.random.default_rng(0)
+    x_BLD = rng.standard_normal((ROWS, LENGTH, WIDTH)).astype(dtype)
+    logits_BLE = rng.standard_normal((ROWS, LENGTH, EXPERTS)).astype(np.float32)
+    logits_BLE[..., 2] += 1.5  # so that some tokens are dropped
+    return x_BLD, logits_BLE, rng.random((ROWS, LENGTH)) > 0.3
+
+
+def placed(x_BLD, logits_BLE, real_BL):
+    """On the mesh in use."""
+    return (
+        put(x_BLD, LAYOUT.tokens_bld),
+        put(logits_BLE, LAYOUT.tokens_bld),
+        put(real_BL, LAYOUT.tokens_bl),
+    )
+
+
+@pytest.mark.mesh
+@pytest.mark.parametrize("mesh", NAMES)
+@pytest.mark.parametrize("top_k, capacity", [(1, 1), (2, LENGTH)])
+def test_every_mesh_delivers_every_token(mesh, top_k, capacity):
+    x_BLD, logits_BLE, real_BL = tokens_and_logits()
+    with use(mesh):
+        x_ERD, back_BLQD, routing = jax.device_get(
+            exchange(*placed(x_BLD, logits_BLE, real_BL), top_k=top_k, capacity=capacity)
+        )
+    kept_BLQ = routing.kept_GTQ
+    assert kept_BLQ.all(axis=-1).any() and (~kept_BLQ).any()
+    # What comes back is what was sent, bit by bit; zeros for what was not.
+    np.testing.assert_array_equal(back_BLQD, np.where(kept_BLQ[..., None], x_BLD[:, :, None], 0))
+    # Each expert got exactly the tokens that chose it and were kept, once each.
+    for expert in range(EXPERTS):
+        row, place, _ = np.nonzero(kept_BLQ & (routing.expert_GTQ == expert))
+        got_RD = x_ERD[expert][np.abs(x_ERD[expert]).sum(axis=-1) > 0]
+        assert sorted(got_RD.tolist()) == sorted(x_BLD[row, place].tolist())
+    assert x_ERD.shape[1] == ROWS * capacity
+
+
+@pytest.mark.mesh
+@pytest.mark.parametrize(
+    "mesh, top_k, capacity",
+    [("expert=4", 1, 2), ("data=2,expert=2", 2, LENGTH), ("expert=2,model=2", 2, 2)],
+)
+def test_gradients_of_the_exchange_in_float64(mesh, top_k, capacity):
+    """Not linear in x, so that second derivatives are not zero either."""  # case 61
+    with jax.enable_x64(True), use(mesh):
+        x_BLD, logits_BLE, real_BL = placed(*tokens_and_logits(np.float64))
+
+        def wave(x_BLD):
+            x_BLD = jax.reshard(x_BLD, LAYOUT.tokens_bld)  # finite differences come without
+            x_ERD, back_BLQD, _ = exchange(
+                x_BLD, logits_BLE, real_BL, top_k=top_k, capacity=capacity
+            )
+            return jnp.sin(x_ERD).sum() + jnp.cos(2 * back_BLQD).sum()
+
+        check_grads(wave, (x_BLD,), order=2, modes=["rev"], atol=1e-6, rtol=1e-6)
+
+
+@pytest.mark.mesh
+@pytest.mark.parametrize("mesh", NAMES)
+def test_the_exchange_backwards_is_the_identity_for_kept_tokens(mesh):  # case 61
+    x_BLD, logits_BLE, real_BL = tokens_and_logits()
+    with use(mesh):
+        x_BLD, logits_BLE, real_BL = placed(x_BLD, logits_BLE, real_BL)
+
+        def journey(x_BLD):
+            _, back_BLQD, routing = exchange(x_BLD, logits_BLE, real_BL, top_k=1, capacity=1)
+            return back_BLQD[:, :, 0], routing.kept_GTQ
+
+        _, vjp, kept_BLQ = jax.vjp(journey, x_BLD, has_aux=True)
+        (dx_BLD,) = jax.device_get(vjp(x_BLD))
+    kept_BLQ = np.asarray(kept_BLQ)
+    assert 0 < kept_BLQ.sum() < np.asarray(real_BL).sum()
+    np.testing.assert_array_equal(dx_BLD, np.where(kept_BLQ, np.asarray(x_BLD), 0))

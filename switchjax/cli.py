@@ -7,11 +7,14 @@ runs, so that `--help` and mistakes are answered at once.
 import contextlib
 import difflib
 import io
+import logging
 import os
 import re
+import signal
 import sys
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, fields, is_dataclass, replace
+from pathlib import Path
 from typing import Annotated, Any, NoReturn
 
 import tyro
@@ -23,10 +26,13 @@ from switchjax.presets import PRESETS
 _USAGE = """\
 usage: switchjax COMMAND [OPTIONS]
 
-  train             train a model; --help lists all options
+  train             train a model
   eval RUN          evaluate a run's checkpoint on its held-out text
   tokenizer train   make a SentencePiece tokenizer from text
+
+switchjax COMMAND --help lists the options of a command.
 """
+_HELP = {"-h", "--help"}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,52 +50,59 @@ def main(config: RunConfig | None = None) -> NoReturn:
     Args:
         config: of an experiment: the arguments are then those of `train`, and start from it.
     """
+    _prepare_process()
     words = sys.argv[1:]
-    if config is not None:
-        sys.exit(_answer(lambda: _train(words, config)))
-    commands: dict[tuple[str, ...], Callable[[Sequence[str]], int]] = {
-        ("train",): _train,
-        ("eval",): _eval,
-        ("tokenizer", "train"): _tokenizer,
-    }
-    for name, command in commands.items():
-        if tuple(words[: len(name)]) == name:
-            rest = words[len(name) :]
-            sys.exit(_answer(lambda: command(rest)))
-    if not words or words[0] in ("-h", "--help"):
-        print(_USAGE)
-        sys.exit(0 if words else 2)
-    sys.exit(_answer(lambda: _unknown("command", words[0], [name[0] for name in commands])))
-
-
-def _answer(command: Callable[[], int]) -> int:
-    """The exit status of a command; its mistakes become one line on stderr."""
     try:
-        return command()
+        sys.exit(_command(words) if config is None else _train(words, config))
     except (UserError, NonFiniteError) as error:
         print(f"switchjax: {error}", file=sys.stderr)
-        return 2 if isinstance(error, UserError) else 1
-    except KeyboardInterrupt:
-        return 130  # as a shell reports SIGINT
+        sys.exit(2 if isinstance(error, UserError) else 1)
+
+
+def _prepare_process() -> None:
+    """Ctrl-C and errors as a command line should have them; not for a library to decide."""
+    # Outside the training loop Ctrl-C ends at once, also in XLA, where Python would not hear it.
+    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
+    # A failed save is one line of ours. Each array that orbax was writing then adds a traceback.
+    logging.getLogger("asyncio").setLevel(logging.CRITICAL)
+    hook = sys.unraisablehook
+    sys.unraisablehook = lambda raised: (
+        None if str(raised.exc_value) == "Event loop is closed" else hook(raised)
+    )
+
+
+def _command(words: Sequence[str]) -> int:
+    commands = {("train",): _train, ("eval",): _eval, ("tokenizer", "train"): _tokenizer}
+    for name, command in commands.items():
+        if tuple(words[: len(name)]) == name:
+            return command(words[len(name) :])
+    if not words or _HELP & set(words):
+        print(_USAGE, end="")
+        return 0 if words else 2
+    typed = " ".join(words[: 2 if words[0] == "tokenizer" else 1])
+    _unknown("command", typed, [" ".join(name) for name in commands])
 
 
 def _unknown(what: str, name: str, known: Sequence[str]) -> NoReturn:
     near = difflib.get_close_matches(name, known, n=1)
     hint = f"did you mean {near[0]}? " if near else ""
-    raise UserError(f"no {what} {name!r}; {hint}there are {', '.join(dict.fromkeys(known))}")
+    raise UserError(f"no {what} {name!r}; {hint}there are {', '.join(known)}")
 
 
 def _train(words: Sequence[str], experiment: RunConfig | None = None) -> int:
-    preset = _value("--preset", words)
+    preset = _value("--preset", words) if experiment is None else None
     if preset is not None and preset not in PRESETS:
         _unknown("preset", preset, list(PRESETS))
     start = experiment or PRESETS[preset or "tiny"]
     if "--resume" in words:
         if preset is not None:
             raise UserError("--resume keeps the run's own config: leave out --preset")
-        start = read_config(_value("--out", words) or start.out)
+        out = _value("--out", words) or start.out
+        # The run may have been moved, and to a machine with other devices.
+        start = replace(read_config(out), out=out, devices=None)
     if experiment is not None:
-        config = _parse(RunConfig, words, "experiment", start)
+        config = _parse(RunConfig, words, Path(sys.argv[0]).name, start)
     else:
         flags = _TrainFlags(preset=preset or "tiny", config=start)
         config = _parse(_TrainFlags, words, "switchjax train", flags).config
@@ -115,8 +128,6 @@ def _eval(words: Sequence[str]) -> int:
 
 def _tokenizer(words: Sequence[str]) -> int:
     config = _parse(TokenizerConfig, words, "switchjax tokenizer train")
-
-    from pathlib import Path
 
     from switchjax.data.corpus import builtin_documents, read_documents
     from switchjax.data.tokenizer import load_tokenizer, train_tokenizer
@@ -157,7 +168,7 @@ def _parse(kind: type, words: Sequence[str], program: str, default: Any = None) 
     except SystemExit as end:
         if not end.code:
             raise
-        raise UserError(_one_line(said.getvalue())) from None
+        raise UserError(_reworded(_one_line(said.getvalue()), kind)) from None
     finally:
         if columns is None:
             os.environ.pop("COLUMNS", None)
@@ -171,3 +182,36 @@ def _one_line(boxed: str) -> str:
     lines = [line.strip("│ ") for line in plain.splitlines() if not re.match(r"[╭╰]", line)]
     lines = [line for line in lines if line.strip("─") and not line.startswith("For full help")]
     return re.sub(r"\s+", " ", " ".join(lines))
+
+
+def _reworded(answer: str, kind: type) -> str:
+    """Tyro's answer to a mistake as one would say it; as it is where the mistake is a rare one."""
+    if found := re.match(r"Unrecognized options: ([^\s,=]+)", answer):
+        word = found[1]
+        if not word.startswith("-"):
+            return f"unexpected argument {word!r}"
+        near = difflib.get_close_matches(word, list(_options(kind)), n=1)
+        return f"unknown option {word}; " + (f"did you mean {near[0]}?" if near else "see --help")
+    if found := re.match(
+        r"Error parsing (--\S+): .*?'(.*?)'.* Argument helptext: \S+ (\S+)", answer
+    ):
+        option, value, expected = found.groups()
+        return f"{option}: expected {expected}, got {value!r}"
+    if found := re.match(r"invalid choice '(.*)' for argument '(.*)'\. .* \((.*)\)", answer):
+        value, option, choices = found.groups()
+        return f"{option}: expected one of {choices.replace(chr(39), '')}, got {value!r}"
+    if found := re.match(r"Missing value for argument '(.*?)'", answer):
+        return f"{found[1]} needs a value"
+    if found := re.match(r"Missing from [^:]*: (--\S+)", answer):
+        return f"{found[1]} is missing"
+    return re.sub(r"^Error parsing [\w.]+: ", "", answer)  # the configs' own words
+
+
+def _options(kind: type, prefix: str = "--") -> Iterator[str]:
+    for field in fields(kind):
+        if field.type == Annotated[RunConfig, tyro.conf.arg(name="")]:
+            yield from _options(RunConfig)
+        elif isinstance(field.type, type) and is_dataclass(field.type):
+            yield from _options(field.type, f"{prefix}{field.name}.")
+        else:
+            yield prefix + field.name.replace("_", "-")

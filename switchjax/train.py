@@ -4,8 +4,10 @@ The host stays one step ahead of the device: a step's metrics are fetched after 
 been sent off, so the device never waits for Python.
 """
 
+import errno
 import math
 import signal
+import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -15,20 +17,25 @@ from pathlib import Path
 from typing import NamedTuple
 
 import jax
+import jax.numpy as jnp
 from rich.console import Console
 
 from switchjax import setup
+from switchjax.batch import Batch
 from switchjax.checkpoint import Checkpoints
 from switchjax.config import RunConfig, config_file, write_config
 from switchjax.data.pipeline import Data
 from switchjax.errors import NonFiniteError, UserError
-from switchjax.evaluate import evaluate
+from switchjax.evaluate import EvalStep, evaluate
 from switchjax.layout import Layout
 from switchjax.metrics import StepMetrics, router_record
 from switchjax.model import switch_layer_names
 from switchjax.runlog import RunLog
+from switchjax.saved_steps import named_leaves
 from switchjax.state import TrainState, abstract_state, count_parameters, init_state
 from switchjax.step import eval_step, train_step
+
+_DISK_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
 class Result(NamedTuple):
@@ -49,55 +56,48 @@ def train(config: RunConfig, console: Console | None = None) -> Result:
         UserError: something does not fit; before any long work where that can be known.
         NonFiniteError: a loss or gradient is infinite or NaN; the last checkpoint is intact.
     """
+    console = console or Console()
     shape = setup.check(config)
-    out = Path(config.out)
-    _claim(out, config)
+    _require_own(Path(config.out), resume=config.resume)
     mesh = setup.start_devices(config, shape)
+    _say(console, "reading the text ...")
     data = setup.read_data(config, eval_batches=config.eval_batches)
-    layout = Layout()
-    with ExitStack() as stack:
-        stack.callback(data.train.close)
-        stack.enter_context(jax.set_mesh(mesh))
-        checkpoints = Checkpoints(
-            setup.checkpoint_directory(out),
-            keep=config.keep,
-            on_commit=lambda step: log.say(f"step {step} saved"),
-        )
-        start = _start(config, layout, data, checkpoints)
-        log = stack.enter_context(_open_log(config, start.step + 1, console))
-        stack.callback(checkpoints.close)
-        write_config(config)
-        log.say(
-            f"mesh {shape.name} ({shape}) on {jax.devices()[0].platform}; "
-            f"{count_parameters(start.state.model):,} parameters; "
-            f"{data.num_train_examples:,} training examples, {data.num_eval_examples:,} held out"
-        )
-        log.say(f"unigram entropy of the held-out targets: {data.unigram_entropy:.3f} nats")
-        result = _loop(config, layout, data, checkpoints, log, start)
-        _say_end(result, data, log)
-        return result
-
-
-def _claim(out: Path, config: RunConfig) -> None:
-    """Makes the run's directory, unless another run lives there.
-
-    Raises:
-        UserError: it does, or there is nothing to resume, or the directory cannot be written.
-    """
-    occupied = config_file(out).exists()
-    if occupied and not config.resume:
-        raise UserError(
-            f"{out} holds another run: add --resume to continue it, or choose another --out"
-        )
-    if config.resume and not occupied:
-        raise UserError(f"nothing to resume: {out} holds no run")
     try:
-        out.mkdir(parents=True, exist_ok=True)
-        probe = out / ".writable"
-        probe.touch()
-        probe.unlink()
+        with ExitStack() as stack:
+            stack.callback(data.train.close)
+            stack.enter_context(jax.set_mesh(mesh))
+            checkpoints = _open_checkpoints(config, console)
+            stack.callback(checkpoints.close)
+            run = _Run(config, Layout(), data, checkpoints, console)
+            start = _start(run)
+            write_config(config)
+            _say(
+                console,
+                f"mesh {shape.name} ({shape}) on {mesh.devices.flat[0].platform}; "
+                f"{count_parameters(start.state.model):,} parameters; "
+                f"{data.num_train_examples:,} examples for training, "
+                f"{data.num_eval_examples:,} for evaluation",
+                f"unigram entropy of the held-out targets: {data.unigram_entropy:.3f} nats",
+            )
+            compiled = _compile(run, start.state)
+            log = stack.enter_context(_open_log(config, start.step + 1, console))
+            result = _loop(run, start, compiled, log)
     except OSError as error:
-        raise UserError(f"cannot write to the output directory {out}: {error.strerror}") from None
+        if error.errno not in _DISK_FULL:
+            raise
+        raise UserError(f"cannot write to {config.out}: {error.strerror}") from error
+    _say_end(result, data, console)
+    return result
+
+
+class _Run(NamedTuple):
+    """What the parts of a run share."""
+
+    config: RunConfig
+    layout: Layout
+    data: Data
+    checkpoints: Checkpoints
+    console: Console
 
 
 class _Start(NamedTuple):
@@ -108,24 +108,49 @@ class _Start(NamedTuple):
     state: TrainState
 
 
-def _start(config: RunConfig, layout: Layout, data: Data, checkpoints: Checkpoints) -> _Start:
-    """The first step's state, or the newest checkpoint's."""
-    if not config.resume:
-        return _Start(0, 0, jax.jit(partial(init_state, config, layout))())
-    step = checkpoints.latest()
-    if step is None:
+class _Compiled(NamedTuple):
+    """Programs for one shape of batch; another shape is an error, not another compile."""
+
+    train_step: Callable[[TrainState, Batch], tuple[TrainState, StepMetrics]]
+    eval_step: EvalStep
+    are_finite: Callable[[TrainState], dict[str, jax.Array]]
+
+
+def _say(console: Console, *lines: str) -> None:
+    for line in lines:
+        console.print(line, markup=False, highlight=False, soft_wrap=True)
+
+
+def _require_own(out: Path, *, resume: bool) -> None:
+    """Checks that the run may have this directory; leaves nothing there.
+
+    Raises:
+        UserError: another run lives there, or none to resume, or it cannot be written.
+    """
+    try:
+        occupied = config_file(out).exists()
+        nearest = next(path for path in (out, *out.absolute().parents) if path.exists())
+        with tempfile.TemporaryFile(dir=nearest):
+            pass
+    except OSError as error:
+        raise UserError(f"cannot write to the output directory {out}: {error.strerror}") from None
+    if occupied and not resume:
         raise UserError(
-            f"nothing to resume: {checkpoints.directory} holds no complete checkpoint"
-            + "".join(f"; {line}" for line in checkpoints.skipped)
+            f"{out} holds another run: add --resume to continue it, or choose another --out"
         )
-    if step >= config.steps:
-        raise UserError(f"the run has {step} steps already: raise --steps above {config.steps}")
-    state, saved = checkpoints.restore(step, abstract_state(config, layout))
-    data.train.set_state(saved["stream"])
-    return _Start(step, saved["tokens"], state)
+    if resume and not occupied:
+        raise UserError(f"nothing to resume: {out} holds no run")
 
 
-def _open_log(config: RunConfig, first_step: int, console: Console | None) -> RunLog:
+def _open_checkpoints(config: RunConfig, console: Console) -> Checkpoints:
+    return Checkpoints(
+        setup.checkpoint_directory(config.out),
+        keep=config.keep,
+        on_commit=lambda step: _say(console, f"step {step} saved"),
+    )
+
+
+def _open_log(config: RunConfig, first_step: int, console: Console) -> RunLog:
     return RunLog(
         Path(config.out),
         total_steps=config.steps,
@@ -136,32 +161,87 @@ def _open_log(config: RunConfig, first_step: int, console: Console | None) -> Ru
     )
 
 
-def _loop(
-    config: RunConfig,
-    layout: Layout,
-    data: Data,
-    checkpoints: Checkpoints,
-    log: RunLog,
-    start: _Start,
-) -> Result:
-    step = jax.jit(partial(train_step, config, layout), donate_argnums=0)
-    compiled_eval_step = jax.jit(eval_step)
+def _start(run: _Run) -> _Start:
+    """The newest checkpoint's state; the initial one for a run that is new or saved nothing."""
+    config, checkpoints = run.config, run.checkpoints
+    step = checkpoints.latest() if config.resume else None
+    if step is None:
+        if config.resume and checkpoints.skipped:
+            raise UserError(
+                "; ".join(
+                    [
+                        f"nothing to resume: no complete checkpoint in {checkpoints.directory}",
+                        *checkpoints.skipped,
+                    ]
+                )
+            )
+        if config.resume:
+            _say(run.console, "no step was saved yet: starting from the first")
+        return _Start(0, 0, jax.jit(partial(init_state, config, run.layout))())
+    if step >= config.steps:
+        raise UserError(f"the run has {step} steps already: raise --steps above {config.steps}")
+    state, saved = checkpoints.restore(step, abstract_state(config, run.layout))
+    run.data.train.set_state(saved["stream"])
+    _say(run.console, *(f"passed over {line}" for line in checkpoints.skipped))
+    _say(run.console, f"resuming after step {step}")
+    return _Start(step, saved["tokens"], state)
+
+
+def _compile(run: _Run, state: TrainState) -> _Compiled:
+    """The programs of the loop, before it: no step waits for a compiler, and each is told."""
+    _say(run.console, "compiling the train step and the evaluation step ...")
+    began = time.perf_counter()
+    batch = run.layout.place(run.data.eval_batches[0])  # of the same shape as those of training
+    step = partial(train_step, run.config, run.layout)
+    compiled = _Compiled(
+        jax.jit(step, donate_argnums=0).lower(state, batch).compile(),
+        jax.jit(eval_step).lower(state.model, batch).compile(),
+        jax.jit(_are_finite).lower(state).compile(),
+    )
+    _say(run.console, f"compiled in {time.perf_counter() - began:.1f} s")
+    return compiled
+
+
+def _are_finite(state: TrainState) -> dict[str, jax.Array]:
+    """Of each array of numbers with a point, by name: is all of it finite?"""
+    arrays = named_leaves(state).items()
+    return {n: jnp.isfinite(x).all() for n, x in arrays if jnp.issubdtype(x.dtype, jnp.inexact)}
+
+
+def _require_finite(step: int, are_finite: dict[str, jax.Array]) -> None:
+    """A step may end in a state that only the next step's loss would show to be lost.
+
+    Raises:
+        NonFiniteError: naming the first array with an infinity or NaN.
+    """
+    for name, is_finite in jax.device_get(are_finite).items():
+        if not is_finite:
+            raise NonFiniteError(f"step {step}: {name} is not finite")
+
+
+def _loop(run: _Run, start: _Start, compiled: _Compiled, log: RunLog) -> Result:
+    config, layout, data, checkpoints, console = run
     eval_batches = [layout.place(batch) for batch in data.eval_batches]
     report = _Report(log, start.tokens)
     number, state, evaluation, stop = start.step, start.state, None, None
-    with _stop_signal() as stopped:
+    with _stop_signal() as stopped, jax.transfer_guard("disallow"):
         while number < config.steps and stop is None:
             number += 1
-            state, metrics = step(state, layout.place(next(data.train)))
+            report.begin()
+            state, metrics = compiled.train_step(state, layout.place(next(data.train)))
             report.later(number, metrics)
             checkpoints.poll()
             stop, last, evaluation = stopped(), number == config.steps, None
-            if last or number % config.eval_every == 0:
+            if stop is not None:
+                console.show_cursor()  # a progress bar hides it; a second signal may leave it so
+                log.say(f"{stop.name}: saving step {number}; a second one leaves at once")
+            if last or (number % config.eval_every == 0 and stop is None):
                 report.now()
-                evaluation = evaluate(state.model, eval_batches, compiled_eval_step)
+                evaluation = evaluate(state.model, eval_batches, compiled.eval_step)
                 log.evaluation(number, evaluation)
             if last or number % config.checkpoint_every == 0 or stop is not None:
-                report.now()  # raises before a state that is not finite could be saved
+                report.now()
+                _require_finite(number, compiled.are_finite(state))
                 checkpoints.save(
                     number,
                     state,
@@ -173,17 +253,16 @@ def _loop(
         return Result(number, evaluation, None if number == config.steps else stop)
 
 
-def _say_end(result: Result, data: Data, log: RunLog) -> None:
+def _say_end(result: Result, data: Data, console: Console) -> None:
     if result.signal is not None:
-        log.say(
-            f"stopped by {result.signal.name} after step {result.step}, which is saved: "
-            f"--resume continues"
-        )
+        _say(console, f"stopped after step {result.step}, which is saved: --resume continues")
     elif result.evaluation is not None:
-        below = 1 - result.evaluation["ce"] / data.unigram_entropy
-        log.say(
-            f"held-out cross-entropy {result.evaluation['ce']:.3f} nats, "
-            f"{below:.0%} below the unigram entropy"
+        ce, entropy = result.evaluation["ce"], data.unigram_entropy
+        side = "below" if ce <= entropy else "above"
+        _say(
+            console,
+            f"held-out cross-entropy {ce:.3f} nats, "
+            f"{abs(1 - ce / entropy):.0%} {side} the unigram entropy",
         )
 
 
@@ -195,6 +274,11 @@ class _Report:
         self._log = log
         self._waiting: tuple[int, StepMetrics] | None = None
         self._began = self._last = time.perf_counter()
+
+    def begin(self) -> None:
+        """Starts a step's clock, unless the step before, still on the device, will do so."""
+        if self._waiting is None:
+            self._last = time.perf_counter()
 
     def later(self, step: int, metrics: StepMetrics) -> None:
         """Reports the step before, and keeps this one."""

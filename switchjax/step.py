@@ -20,6 +20,19 @@ from switchjax.optim import learning_rate, make_optimizer
 from switchjax.state import TrainState, keys
 
 
+class Counts(NamedTuple):
+    """What means are taken over."""
+
+    targets: Array  # real targets
+    tokens_S: Array  # real tokens of the encoder, if there is one, and of the decoder
+
+    @classmethod
+    def of(cls, batch: Batch) -> "Counts":
+        segments = (batch.encoder_segment_BS, batch.segment_BL)
+        tokens = [(s > 0).sum(dtype=jnp.int32) for s in segments if s is not None]
+        return cls(batch.target_mask_BL.sum(dtype=jnp.int32), jnp.stack(tokens))
+
+
 class LossParts(NamedTuple):
     """A micro-batch's share of the step's losses: the shares add up to the whole."""
 
@@ -38,11 +51,11 @@ def train_step(
     """
     optim = config.optim
     key = jax.random.fold_in(keys(config)[1], state.step)
-    num_targets = jnp.maximum(batch.target_mask_BL.sum(), 1)
+    whole = Counts.of(batch)
 
     def gradient(micro: Batch) -> tuple[SwitchTransformer, LossParts]:
         noise = Noise(key, micro.row_B)
-        return jax.grad(_loss, has_aux=True)(state.model, micro, noise, num_targets, optim)
+        return jax.grad(_loss, has_aux=True)(state.model, micro, noise, whole, optim)
 
     grads, parts = _accumulate(gradient, batch, optim.accumulation, layout)
     updates, opt_state = make_optimizer(optim).update(grads, state.opt_state, state.model)
@@ -54,7 +67,7 @@ def train_step(
         z=z,
         grad_norm=optax.tree.norm(grads),
         learning_rate=learning_rate(optim, state.step),
-        tokens=_real_tokens(batch),
+        tokens=whole.tokens_S.sum(),
         router=parts.router,
     )
     model = optax.apply_updates(state.model, updates)
@@ -65,19 +78,22 @@ def _loss(
     model: SwitchTransformer,
     micro: Batch,
     noise: Noise,
-    num_targets: Array,
+    whole: Counts,
     optim: OptimConfig,
 ) -> tuple[Array, LossParts]:
     """A micro-batch's share of the step's loss.
 
     Args:
-        num_targets: real targets of the whole batch, so that every target weighs the same.
+        whole: of the whole batch, so that every target and every routed token weighs the same.
     """
     logits_BLV, router = model(micro, noise)
-    ce = target_sums(logits_BLV, micro.targets_BL, micro.target_mask_BL).nats / num_targets
+    ce = target_sums(logits_BLV, micro.targets_BL, micro.target_mask_BL).nats
+    ce /= jnp.maximum(whole.targets, 1)
     if router is not None:
-        share = 1 / optim.accumulation
-        router = router._replace(balance=router.balance * share, z=router.z * share)
+        share_S = Counts.of(micro).tokens_S / jnp.maximum(whole.tokens_S, 1)
+        share_X = jnp.repeat(share_S, router.z.size // share_S.size)
+        balance_X = router.balance / optim.accumulation
+        router = router._replace(balance=balance_X, z=router.z * share_X)
     return _total(ce, *_router_losses(router), optim), LossParts(ce, router)
 
 
@@ -116,14 +132,6 @@ def _accumulate(
         return jax.tree.map(jnp.add, sums, compute(micro)), None
 
     return lax.scan(add, zeros, micros)[0]
-
-
-def _real_tokens(batch: Batch) -> Array:
-    """Tokens that the model reads, padding apart."""
-    tokens = (batch.segment_BL > 0).sum(dtype=jnp.int32)
-    if batch.encoder_segment_BS is not None:
-        tokens += (batch.encoder_segment_BS > 0).sum(dtype=jnp.int32)
-    return tokens
 
 
 def eval_step(model: SwitchTransformer, batch: Batch) -> tuple[TargetSums, RouterStats | None]:

@@ -1,0 +1,410 @@
+"""Train steps: the same numbers on every mesh, and the semantics S1 and S6 to S12 of the design."""
+
+from dataclasses import replace
+from functools import cache, partial
+from typing import NamedTuple
+
+import builders
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import P
+from jax.sharding import NamedSharding
+
+from switchjax.batch import Batch
+from switchjax.config import RunConfig
+from switchjax.layout import Layout
+from switchjax.mesh import read_mesh, use_abstract_mesh
+from switchjax.metrics import StepMetrics
+from switchjax.optim import learning_rate
+from switchjax.presets import PRESETS
+from switchjax.state import abstract_state, init_state
+from switchjax.step import train_step
+
+LOSSES = dict(rtol=1e-5)
+GRADIENTS = dict(rtol=1e-4, atol=1e-6)
+
+# Tight queues, skewed routing and 30 % padding (of `random_batch`) in all of them.
+TIGHT = replace(builders.MODEL, capacity_factor=1.0)
+CASES = {
+    "encoder_decoder, sgd": builders.run_config(
+        TIGHT, optimizer="sgd", learning_rate=1.0, warmup_steps=1, clip_norm=None
+    ),
+    "decoder_only, geglu, jitter, dropout, adamw": builders.run_config(
+        replace(TIGHT, architecture="decoder_only", activation="geglu", jitter=0.1, dropout=0.1),
+        optimizer="adamw",
+        learning_rate=1e-3,
+        warmup_steps=1,
+        clip_norm=0.1,
+    ),
+}
+ON_ONE_MESH = {
+    "encoder_decoder, 2 layers of experts, accumulation, jitter, adamw": builders.run_config(
+        replace(TIGHT, moe_every=1, jitter=0.1),
+        rows=16,
+        optimizer="adamw",
+        learning_rate=1e-3,
+        warmup_steps=1,
+        accumulation=2,
+    ),
+    "encoder_decoder, top 2, groups, adafactor": builders.run_config(
+        replace(TIGHT, top_k=2, group_size=4),
+        optimizer="adafactor",
+        learning_rate=1e-2,
+        warmup_steps=1,
+    ),
+}
+
+
+class Run(NamedTuple):
+    """Three steps, on the host."""
+
+    parameters: list[dict[str, np.ndarray]]  # before the first step and after each
+    opt_state: dict[str, np.ndarray]  # after the last step
+    metrics: list[StepMetrics]
+
+
+def three_steps(config: RunConfig, mesh_name: str) -> Run:
+    with jax.set_mesh(builders.mesh(mesh_name)):
+        state, step = builders.start(config), builders.compiled_step(config)
+        parameters, metrics = [builders.host_leaves(state.model)], []
+        for number in range(3):
+            batch = builders.random_batch(config.model, config.data.batch_size, seed=number)
+            state, measured = step(state, Layout().place(batch))
+            parameters.append(builders.host_leaves(state.model))
+            metrics.append(jax.device_get(measured))
+        assert_replicas_agree(state)
+        return Run(parameters, builders.host_leaves(state.opt_state), metrics)
+
+
+reference = cache(partial(three_steps, mesh_name="single"))
+
+
+def assert_replicas_agree(tree: object) -> None:
+    """Every device that holds a part of an array holds the same bits of it (case 18)."""
+    for name, leaf in builders.named_leaves(tree).items():
+        first: dict[str, np.ndarray] = {}
+        for shard in leaf.addressable_shards:
+            data = np.asarray(shard.data)
+            np.testing.assert_array_equal(data, first.setdefault(str(shard.index), data), name)
+
+
+def assert_equal_runs(run: Run, expected: Run) -> None:
+    for got, want in zip(run.metrics, expected.metrics, strict=True):
+        np.testing.assert_array_equal(got.router.load_E, want.router.load_E)
+        np.testing.assert_array_equal(got.router.dropped, want.router.dropped)
+        np.testing.assert_array_equal(got.tokens, want.tokens)
+        np.testing.assert_array_equal(got.learning_rate, want.learning_rate)
+        for name in ("loss", "ce", "aux", "z", "grad_norm"):
+            np.testing.assert_allclose(
+                getattr(got, name), getattr(want, name), **LOSSES, err_msg=name
+            )
+    # Parameters move by gradients (times 1 under SGD, times less under Adam where the two moments
+    # agree), so they and the moments are compared as gradients are.
+    for got, want in zip(run.parameters[1:], expected.parameters[1:], strict=True):
+        for name in want:
+            np.testing.assert_allclose(got[name], want[name], **GRADIENTS, err_msg=name)
+    for name, want in expected.opt_state.items():
+        np.testing.assert_allclose(run.opt_state[name], want, **GRADIENTS, err_msg=name)
+
+
+@pytest.mark.mesh
+@pytest.mark.parametrize("mesh_name", builders.small_meshes()[1:])
+@pytest.mark.parametrize("case", CASES)
+def test_three_steps_are_the_same_on_every_mesh(case, mesh_name):
+    """Cases 1, 2, 3, 15 and 18: what goes wrong in each would show here as a factor."""
+    config = CASES[case]
+    assert_equal_runs(three_steps(config, mesh_name), reference(config))
+
+
+@pytest.mark.mesh
+@pytest.mark.parametrize("case", ON_ONE_MESH)
+def test_three_steps_are_the_same_on_a_mixed_mesh(case):
+    config = ON_ONE_MESH[case]
+    assert_equal_runs(three_steps(config, "data2_expert2_model2"), reference(config))
+
+
+@pytest.mark.parametrize("case", CASES | ON_ONE_MESH)
+def test_the_comparison_of_meshes_compares_something(case):
+    """Tokens drop, routing is skewed, rows are padded, and every parameter gets a gradient."""
+    config = (CASES | ON_ONE_MESH)[case]
+    run = reference(config)
+    for number, metrics in enumerate(run.metrics):
+        batch = builders.random_batch(config.model, config.data.batch_size, seed=number)
+        segments = np.concatenate(
+            [x.ravel() for x in (batch.segment_BL, batch.encoder_segment_BS) if x is not None]
+        )
+        assert 0.2 < np.mean(segments == 0) < 0.4
+        load_XE, choices = metrics.router.load_E, metrics.router.load_E.sum()
+        assert metrics.router.dropped.sum() > 0.1 * choices
+        assert load_XE.max() > 1.5 * load_XE.mean()
+    moved = {
+        name: np.abs(after - run.parameters[0][name]).max()
+        for name, after in run.parameters[1].items()
+    }
+    assert min(moved.values()) > 1e-5, moved
+
+
+def test_what_a_step_reports():
+    """S9: the total is the sum of the parts; S11: everything counts optimizer steps."""
+    for config in (CASES | ON_ONE_MESH).values():
+        optim = config.optim
+        for number, metrics in enumerate(reference(config).metrics):
+            batch = builders.random_batch(config.model, config.data.batch_size, seed=number)
+            whole = metrics.ce + optim.balance_coefficient * metrics.aux
+            np.testing.assert_allclose(metrics.loss, whole + optim.z_coefficient * metrics.z, 1e-6)
+            np.testing.assert_array_equal(metrics.learning_rate, learning_rate(optim, number))
+            segments = (batch.segment_BL, batch.encoder_segment_BS)
+            assert metrics.tokens == sum((x > 0).sum() for x in segments if x is not None)
+
+
+def test_gradient_norm_is_that_of_the_whole_gradient():
+    """S12: plain SGD at rate 1 moves the parameters by exactly the gradient."""
+    run = reference(CASES["encoder_decoder, sgd"])
+    squares = sum(
+        np.square(after - run.parameters[0][name], dtype=np.float64).sum()
+        for name, after in run.parameters[1].items()
+    )
+    np.testing.assert_allclose(run.metrics[0].grad_norm, np.sqrt(squares), rtol=1e-5)
+
+
+PLAIN_SGD = dict(optimizer="sgd", learning_rate=1.0, warmup_steps=1, clip_norm=None)
+DECODER = replace(builders.MODEL, architecture="decoder_only")
+AMPLE = replace(DECODER, capacity_factor=8.0)  # as many slots as tokens: nothing drops
+ROUTER = ".decoder.periods.blocks[1].switch.router_DE"
+
+
+def router_gradient(config: RunConfig, batch: Batch) -> np.ndarray:
+    before, after, _ = builders.one_step(config, batch)
+    return before[ROUTER] - after[ROUTER]
+
+
+def without_targets(batch: Batch) -> Batch:
+    return batch._replace(target_mask_BL=np.zeros_like(batch.target_mask_BL))
+
+
+@pytest.mark.mesh
+def test_router_losses_pull_the_router_equally_on_every_mesh():
+    """Case 1, S7, S8: with no target the step minimises aux + z alone; a factor would show."""
+    config = builders.run_config(DECODER, **PLAIN_SGD, balance_coefficient=1.0, z_coefficient=1.0)
+    batch = without_targets(builders.random_batch(DECODER))
+    gradients = {}
+    for mesh_name in ("single", "data8", "expert8", "model8", "data2_expert2_model2"):
+        with jax.set_mesh(builders.mesh(mesh_name)):
+            gradients[mesh_name] = router_gradient(config, batch)
+    assert np.abs(gradients["single"]).max() > 1e-2
+    for mesh_name, gradient in gradients.items():
+        np.testing.assert_allclose(gradient, gradients["single"], **GRADIENTS, err_msg=mesh_name)
+
+
+def test_router_losses_are_applied_in_proportion_to_their_coefficient():
+    """Case 26: g(1) - g(0) = 100 · (g(0.01) - g(0)), with remat and scan on."""
+    model = replace(DECODER, remat=True)
+    batch = builders.random_batch(model)
+    with jax.set_mesh(builders.mesh("data2_expert2_model2")):
+        none, small, large = (
+            router_gradient(
+                builders.run_config(model, **PLAIN_SGD, balance_coefficient=c, z_coefficient=c),
+                batch,
+            )
+            for c in (0.0, 0.01, 1.0)
+        )
+    assert np.abs(large - none).max() > 1e-2
+    np.testing.assert_allclose(large - none, 100 * (small - none), rtol=1e-3, atol=1e-4)
+
+
+@pytest.mark.mesh
+def test_accumulation_is_one_big_batch():
+    """Cases 1 and 16, S11, S10: rows differ in padding and targets, noise is on, nothing drops.
+
+    The balance loss is left out: it is the mean over micro-batches (next test).
+    """
+    model = replace(AMPLE, jitter=0.1, dropout=0.1)
+    batch = builders.random_batch(model, rows=32)
+    results = {}
+    with jax.set_mesh(builders.mesh("data2_expert2_model2")):
+        for count in (1, 4):
+            config = builders.run_config(
+                model,
+                rows=32,
+                **PLAIN_SGD,
+                accumulation=count,
+                balance_coefficient=0.0,
+                z_coefficient=1.0,
+            )
+            results[count] = builders.one_step(config, batch)
+    (before, whole, expected), (_, cut, metrics) = results[1], results[4]
+    assert metrics.router.dropped.sum() == 0
+    for name in ("loss", "ce", "z", "grad_norm", "tokens"):
+        np.testing.assert_allclose(
+            getattr(metrics, name), getattr(expected, name), **LOSSES, err_msg=name
+        )
+    np.testing.assert_array_equal(metrics.router.load_E, expected.router.load_E)
+    for name in before:
+        np.testing.assert_allclose(
+            before[name] - cut[name], before[name] - whole[name], **GRADIENTS, err_msg=name
+        )
+
+
+def test_balance_loss_under_accumulation_is_the_mean_over_micro_batches():
+    """Case 1, S11: a mean, never a sum. Micro-batch i holds rows i, i + m, …"""
+    batch = without_targets(builders.random_batch(AMPLE, rows=32))
+    coefficients = dict(balance_coefficient=1.0, z_coefficient=0.0)
+    with jax.set_mesh(builders.mesh("data2_expert2_model2")):
+        config = builders.run_config(AMPLE, rows=32, **PLAIN_SGD, accumulation=4, **coefficients)
+        before, after, metrics = builders.one_step(config, batch)
+        state = builders.start(config)
+        step = builders.compiled_step(builders.run_config(AMPLE, **PLAIN_SGD, **coefficients))
+        aux, gradient = [], []
+        for i in range(4):
+            micro = Layout().place(Batch(*(x if x is None else x[i::4] for x in batch)))
+            alone, measured = step(state, micro)
+            aux.append(measured.aux)
+            gradient.append(before[ROUTER] - builders.host_leaves(alone.model)[ROUTER])
+    np.testing.assert_allclose(metrics.aux, np.mean(aux), **LOSSES)
+    assert np.ptp(aux) > 1e-3  # micro-batches differ, so the test can tell
+    np.testing.assert_allclose(
+        before[ROUTER] - after[ROUTER], np.mean(gradient, axis=0), **GRADIENTS
+    )
+
+
+def test_noise_is_keyed_by_the_step():
+    """S10: another step draws other noise, the same step the same."""
+    model = replace(AMPLE, jitter=0.1, dropout=0.1)
+    config = builders.run_config(model, **PLAIN_SGD)
+    with jax.set_mesh(builders.mesh("single")):
+        state, step = builders.start(config), builders.compiled_step(config)
+        batch = Layout().place(builders.random_batch(model))
+        first, again, later = (
+            float(step(state._replace(step=jnp.int32(number)), batch)[1].ce) for number in (0, 0, 1)
+        )
+    assert first == again
+    assert first != later
+
+
+def test_a_batch_without_targets_is_finite():
+    """Case 15: nothing to learn is a loss of 0, not NaN."""
+    config = builders.run_config(DECODER, **PLAIN_SGD)
+    empty = without_targets(builders.random_batch(DECODER))
+    padding = empty._replace(segment_BL=np.zeros_like(empty.segment_BL))
+    with jax.set_mesh(builders.mesh("single")):
+        state, step = builders.start(config), builders.compiled_step(config)
+        for batch in (empty, padding):
+            after, metrics = step(state, Layout().place(batch))
+            assert metrics.ce == 0
+            assert np.isfinite(metrics.loss) and np.isfinite(metrics.grad_norm)
+            for name, leaf in builders.host_leaves(after.model).items():
+                assert np.isfinite(leaf).all(), name
+    assert metrics.grad_norm == 0 and metrics.tokens == 0
+
+
+# Case 51: how every parameter lies on the mesh, by its name, without the dim of stacked layers.
+LAYOUTS = {
+    "embed_VD": P("model", None),
+    "norm_D": P(None),
+    "relative_UH": P(None, "model"),
+    "w_q_DHK": P(None, "model", None),
+    "w_k_DHK": P(None, "model", None),
+    "w_v_DHK": P(None, "model", None),
+    "w_o_HKD": P("model", None, None),
+    "w_in_DF": P(None, "model"),
+    "w_gate_DF": P(None, "model"),
+    "w_out_FD": P("model", None),
+    "router_DE": P(None, None),
+    "w_in_EDF": P("expert", None, "model"),
+    "w_gate_EDF": P("expert", None, "model"),
+    "w_out_EFD": P("expert", "model", None),
+}
+
+
+GEGLU = replace(builders.MODEL, activation="geglu")
+
+
+@cache
+def initial_parameters() -> dict[str, np.ndarray]:
+    with jax.set_mesh(builders.mesh("single")):
+        config = builders.run_config(GEGLU)
+        return builders.host_leaves(jax.jit(partial(init_state, config, Layout()))().model)
+
+
+@pytest.mark.mesh
+@pytest.mark.parametrize("mesh_name", builders.small_meshes()[1:])
+def test_initial_parameters_are_the_same_bits_and_lie_as_the_table_says(mesh_name):
+    """S1, cases 30 and 51."""
+    with jax.set_mesh(builders.mesh(mesh_name)):
+        config = builders.run_config(GEGLU)
+        model = jax.jit(partial(init_state, config, Layout()))().model
+        seen = set()
+        for name, leaf in builders.named_leaves(model).items():
+            np.testing.assert_array_equal(leaf, initial_parameters()[name], name)
+            seen.add(kind := name.rsplit(".", 1)[1])
+            stacked = (None,) * (".periods." in name)
+            expected = NamedSharding(jax.sharding.get_mesh(), P(*stacked, *LAYOUTS[kind]))
+            assert leaf.sharding.is_equivalent_to(expected, leaf.ndim), name
+        assert seen == LAYOUTS.keys()
+        assert_replicas_agree(model)
+
+
+def test_experts_and_layers_start_different_from_each_other():
+    """S1, case 30."""
+    starts = [x for name, x in initial_parameters().items() if "norm_D" not in name]
+    experts = [
+        w for x in starts if x.ndim == 4 and x.shape[1] == 8 and x.shape[2] == 16 for w in x[0]
+    ]
+    assert len(experts) == 2 * 3 * 8
+    rows = {w.tobytes() for w in experts} | {x.tobytes() for x in starts}
+    assert len(rows) == len(experts) + len(starts)
+
+
+@pytest.mark.parametrize("optimizer", ["adamw", "adafactor"])
+def test_state_stays_where_it_was_born(optimizer):
+    """Cases 34, 41: moments lie as their parameters, nothing moves, nothing compiles twice."""
+    model = replace(DECODER, activation="geglu", capacity_factor=1.0)
+    config = builders.run_config(model, optimizer=optimizer)
+    with jax.set_mesh(builders.mesh("data2_expert2_model2")):
+        state = jax.jit(partial(init_state, config, Layout()))()
+
+        def types() -> dict[str, tuple]:
+            leaves = builders.named_leaves(state)
+            return {name: (x.shape, x.dtype, x.sharding.spec) for name, x in leaves.items()}
+
+        before = types()
+        promised = builders.named_leaves(abstract_state(config, Layout()))
+        assert before == {n: (x.shape, x.dtype, x.sharding.spec) for n, x in promised.items()}
+        step = jax.jit(partial(train_step, config, Layout()), donate_argnums=0)
+        for number in range(4):
+            batch = builders.random_batch(config.model, seed=number)
+            state, _ = step(state, Layout().place(batch))
+            assert types() == before
+        assert step._cache_size() == 1
+        parameters = builders.named_leaves(state.model)
+        leaves = builders.named_leaves(state.opt_state)
+        for moment in {"adamw": (".mu", ".nu"), "adafactor": (".v",)}[optimizer]:
+            moments = {n.split(moment, 1)[1]: x for n, x in leaves.items() if f"{moment}." in n}
+            assert moments.keys() == parameters.keys()
+            for name, leaf in moments.items():
+                assert leaf.sharding == parameters[name].sharding, name
+            experts = moments[EXPERTS]  # halves of the experts, halves of their hidden dim
+            assert experts.addressable_shards[0].data.nbytes == experts.nbytes / 4
+
+
+EXPERTS = ".decoder.periods.blocks[1].switch.experts.w_in_EDF"
+
+
+@pytest.mark.parametrize("preset", [n for n, run in PRESETS.items() if run.model.moe_every])
+def test_adafactor_factors_expert_weights_over_their_own_dims(preset):
+    """Second moments of an expert are a row over D and a row over F, each expert its own."""
+    model = PRESETS[preset].model
+    config = builders.run_config(model, optimizer="adafactor")
+    with use_abstract_mesh(read_mesh("single")):
+        state = jax.eval_shape(lambda: init_state(config, Layout()).opt_state)
+    layers = model.num_layers // model.moe_every
+    expected = sorted((layers, model.num_experts, dim) for dim in (model.d_model, model.d_ff))
+    leaves = builders.named_leaves(state)
+    for weight in ("w_in_EDF", "w_out_EFD"):
+        row, col = (
+            next(x.shape for name, x in leaves.items() if kind in name and name.endswith(weight))
+            for kind in (".v_row.", ".v_col.")
+        )
+        assert sorted((row, col)) == expected

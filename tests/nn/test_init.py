@@ -24,9 +24,10 @@ DECODER = ModelConfig(
     d_kv=4,
     num_layers=4,
     activation="geglu",
+    moe_every=1,
     num_experts=8,
 )
-BOTH = replace(DECODER, architecture="encoder_decoder", activation="relu", moe_every=1)
+BOTH = replace(DECODER, architecture="encoder_decoder", activation="relu", moe_every=2)
 
 
 def parameters(config):
@@ -67,7 +68,7 @@ def test_no_two_weights_are_alike(config):
         else:
             num_stacked = ("periods" in name) + ("experts" in name)
             starts += array.reshape(math.prod(array.shape[:num_stacked]), -1)[:, :128].tolist()
-    assert len(starts) > 40
+    assert len(starts) > 30
     correlation = np.corrcoef(starts)  # of chance alone, 1 / sqrt(128) is a deviation
     assert np.abs(correlation - np.eye(len(starts))).max() < 6 / math.sqrt(128)
 

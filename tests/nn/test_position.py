@@ -3,6 +3,7 @@
 from pathlib import Path
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
@@ -56,7 +57,7 @@ def test_positions_start_again_in_each_segment():
         [[1, 1, 1, 2, 2, 3, 0, 0], [1, 1, 2, 2, 2, 2, 2, 2], [0, 0, 1, 1, 1, 1, 2, 0]]
     )
     expected = [[0, 1, 2, 0, 1, 0, 0, 1], [0, 1, 0, 1, 2, 3, 4, 5], [0, 1, 0, 1, 2, 3, 0, 0]]
-    assert positions(segment_BL.astype(np.int32)).tolist() == expected
+    assert positions(jnp.asarray(segment_BL)).tolist() == expected
 
 
 def random_heads(seed):
@@ -64,7 +65,7 @@ def random_heads(seed):
 
 
 def turned(x_BLHK, position):
-    return np.asarray(rotate(x_BLHK, np.array([[position]], np.int32)))
+    return np.asarray(rotate(jnp.asarray(x_BLHK), jnp.full((1, 1), position)))
 
 
 @pytest.mark.parametrize("shift", [1, 100, 3000])

@@ -66,6 +66,7 @@ def _prepare_process() -> None:
         signal.signal(signal.SIGINT, signal.SIG_DFL)
     # A failed save is one line of ours. Each array that orbax was writing then adds a traceback.
     logging.getLogger("asyncio").setLevel(logging.CRITICAL)
+    logging.getLogger("tensorboardX").setLevel(logging.ERROR)  # says of a NaN that it is one
     hook = sys.unraisablehook
     sys.unraisablehook = lambda raised: (
         None if str(raised.exc_value) == "Event loop is closed" else hook(raised)

@@ -3,13 +3,15 @@
 Cheap checks come first, so that a mistake is answered before any text is read or JAX started.
 """
 
+import tempfile
 from pathlib import Path
 
 import jax
 
 from switchjax import layout, mesh
-from switchjax.config import RunConfig
+from switchjax.config import RunConfig, config_file
 from switchjax.data.pipeline import Data, load_data, row_lengths
+from switchjax.errors import UserError
 from switchjax.mesh import MeshShape
 
 
@@ -33,6 +35,27 @@ def check(config: RunConfig) -> MeshShape:
         row_lengths=row_lengths(config.data, config.model.architecture),
     )
     return shape
+
+
+def check_directory(out: Path, *, resume: bool) -> None:
+    """Checks that the run may have this directory; leaves nothing there.
+
+    Raises:
+        UserError: another run lives there, or none to resume, or it cannot be written.
+    """
+    try:
+        occupied = config_file(out).exists()
+        nearest = next(path for path in (out, *out.absolute().parents) if path.exists())
+        with tempfile.TemporaryFile(dir=nearest):
+            pass
+    except OSError as error:
+        raise UserError(f"cannot write to the output directory {out}: {error.strerror}") from None
+    if occupied and not resume:
+        raise UserError(
+            f"{out} holds another run: add --resume to continue it, or choose another --out"
+        )
+    if resume and not occupied:
+        raise UserError(f"nothing to resume: {out} holds no run")
 
 
 def start_devices(config: RunConfig, shape: MeshShape) -> jax.sharding.Mesh:

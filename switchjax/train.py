@@ -7,7 +7,6 @@ been sent off, so the device never waits for Python.
 import errno
 import math
 import signal
-import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -23,7 +22,7 @@ from rich.console import Console
 from switchjax import setup
 from switchjax.batch import Batch
 from switchjax.checkpoint import Checkpoints
-from switchjax.config import RunConfig, config_file, write_config
+from switchjax.config import RunConfig, write_config
 from switchjax.data.pipeline import Data
 from switchjax.errors import NonFiniteError, UserError
 from switchjax.evaluate import EvalStep, evaluate
@@ -58,7 +57,7 @@ def train(config: RunConfig, console: Console | None = None) -> Result:
     """
     console = console or Console()
     shape = setup.check(config)
-    _require_own(Path(config.out), resume=config.resume)
+    setup.check_directory(Path(config.out), resume=config.resume)
     mesh = setup.start_devices(config, shape)
     _say(console, "reading the text ...")
     data = setup.read_data(config, eval_batches=config.eval_batches)
@@ -73,7 +72,7 @@ def train(config: RunConfig, console: Console | None = None) -> Result:
             write_config(config)
             _say(
                 console,
-                f"mesh {shape.name} ({shape}) on {mesh.devices.flat[0].platform}; "
+                f"mesh {shape.name} ({shape}) on {mesh.devices.flat[0].platform}",
                 f"{count_parameters(start.state.model):,} parameters; "
                 f"{data.num_train_examples:,} examples for training, "
                 f"{data.num_eval_examples:,} for evaluation",
@@ -85,9 +84,19 @@ def train(config: RunConfig, console: Console | None = None) -> Result:
     except OSError as error:
         if error.errno not in _DISK_FULL:
             raise
+        if (first := _earlier(error)) is not None:
+            raise first from None
         raise UserError(f"cannot write to {config.out}: {error.strerror}") from error
     _say_end(result, data, console)
     return result
+
+
+def _earlier(error: BaseException) -> UserError | NonFiniteError | None:
+    """What was being raised when `error` came: a failed save, say, before a failed picture."""
+    before = error.__context__
+    while before is not None and not isinstance(before, UserError | NonFiniteError):
+        before = before.__context__
+    return before
 
 
 class _Run(NamedTuple):
@@ -119,27 +128,6 @@ class _Compiled(NamedTuple):
 def _say(console: Console, *lines: str) -> None:
     for line in lines:
         console.print(line, markup=False, highlight=False, soft_wrap=True)
-
-
-def _require_own(out: Path, *, resume: bool) -> None:
-    """Checks that the run may have this directory; leaves nothing there.
-
-    Raises:
-        UserError: another run lives there, or none to resume, or it cannot be written.
-    """
-    try:
-        occupied = config_file(out).exists()
-        nearest = next(path for path in (out, *out.absolute().parents) if path.exists())
-        with tempfile.TemporaryFile(dir=nearest):
-            pass
-    except OSError as error:
-        raise UserError(f"cannot write to the output directory {out}: {error.strerror}") from None
-    if occupied and not resume:
-        raise UserError(
-            f"{out} holds another run: add --resume to continue it, or choose another --out"
-        )
-    if resume and not occupied:
-        raise UserError(f"nothing to resume: {out} holds no run")
 
 
 def _open_checkpoints(config: RunConfig, console: Console) -> Checkpoints:

@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array
-from jaxtyping import Float, Int
+from jaxtyping import Int, Shaped
 
 from switchjax.moe.routing import Routing
 
@@ -54,8 +54,8 @@ def read_slots(y_RD: Array, slots: Slots) -> Array:
 
 @jax.custom_vjp
 def _gather(
-    x_ND: Float[Array, "N D"], index_M: Int[Array, "M"], inverse_NQ: Int[Array, "N Q"]
-) -> Float[Array, "M D"]:
+    x_ND: Shaped[Array, "N D"], index_M: Int[Array, "M"], inverse_NQ: Int[Array, "N Q"]
+) -> Shaped[Array, "M D"]:
     """Row index_M[m] of x in place m, zeros where the index is one past the end.
 
     `inverse_NQ` lists the places that each row of x goes to (one past the end: none).

@@ -23,7 +23,8 @@ from switchjax.step import eval_step
 LOGITS = dict(rtol=1e-4, atol=1e-5)  # values, of order 1, of many sums in another order
 
 ARCHITECTURES = ("encoder_decoder", "decoder_only")
-SMALL = replace(builders.MODEL, num_heads=2, d_kv=8, num_experts=4)
+# One Switch block a stack; `DEEP` below has dense ones too.
+SMALL = replace(builders.MODEL, num_heads=2, d_kv=8, num_experts=4, num_layers=1, moe_every=1)
 
 
 @cache
@@ -268,7 +269,13 @@ def test_an_evaluation_capacity_is_obeyed_and_reported():
 # What must not change the numbers.
 
 DEEP = replace(
-    SMALL, num_layers=4, architecture="decoder_only", capacity_factor=1.0, jitter=0.1, dropout=0.1
+    SMALL,
+    num_layers=4,
+    moe_every=2,
+    architecture="decoder_only",
+    capacity_factor=1.0,
+    jitter=0.1,
+    dropout=0.1,
 )
 
 
@@ -320,9 +327,7 @@ def test_remat_routes_ties_alike():
     Bitwise, but for the scales of norms: their gradients are sums over all tokens in float32, which
     XLA orders differently in the two programs.
     """
-    config = replace(
-        SMALL, num_layers=4, architecture="decoder_only", capacity_factor=1.0, dtype="bfloat16"
-    )
+    config = replace(DEEP, jitter=0.0, dropout=0.0, dtype="bfloat16")
     batch = builders.random_batch(config, padding=0.0)
     batch = batch._replace(tokens_BL=np.full_like(batch.tokens_BL, 3))
     value, gradient = loss_and_gradient(config, batch, tied_router=True)
@@ -369,7 +374,7 @@ def test_bfloat16_is_for_computing_alone(architecture):
 
 
 def test_names_of_switch_layers_follow_the_statistics():
-    config = replace(SMALL, num_layers=4)
+    config = replace(SMALL, num_layers=4, moe_every=2)
     names = switch_layer_names(config)
     assert names == ("encoder 2", "encoder 4", "decoder 2", "decoder 4")
     assert switch_layer_names(of(config, "decoder_only")) == ("decoder 2", "decoder 4")

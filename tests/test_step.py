@@ -29,7 +29,11 @@ GRADIENTS = dict(rtol=1e-4, atol=1e-6)
 TIGHT = replace(builders.MODEL, capacity_factor=1.0)
 CASES = {
     "encoder_decoder, sgd": builders.run_config(
-        TIGHT, optimizer="sgd", learning_rate=1.0, warmup_steps=1, clip_norm=None
+        replace(TIGHT, num_layers=1, moe_every=1),
+        optimizer="sgd",
+        learning_rate=1.0,
+        warmup_steps=1,
+        clip_norm=None,
     ),
     "decoder_only, geglu, jitter, dropout, adamw": builders.run_config(
         replace(TIGHT, architecture="decoder_only", activation="geglu", jitter=0.1, dropout=0.1),

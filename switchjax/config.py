@@ -60,7 +60,7 @@ class ModelConfig:
     eval_capacity_factor: float | None = None
     """The same at evaluation; None = as many slots as tokens, so that nothing drops."""
     group_size: int | None = None
-    """Tokens that compete for the same slots; None = one row of the batch."""
+    """Tokens that compete for the same slots, padding places included; None = one row."""
     jitter: float = 1e-2
     """Training noise on the router's input: a factor drawn from [1 - jitter, 1 + jitter]."""
     dropout: float = 0.0

@@ -12,7 +12,7 @@ class TargetSums(NamedTuple):
     """Sums over real targets: add them over batches, then divide (never a mean of means)."""
 
     nats: Array  # Σ -log p(target)
-    correct: Array  # targets that had the highest logit, int32
+    correct: Array  # targets whose logit was above all others, int32
     targets: Array  # their number, int32
 
 
@@ -28,7 +28,7 @@ def target_sums(
     is_label_BLV = jax.nn.one_hot(targets_BL, logits_BLV.shape[-1], dtype=bool)
     label_logit_BL = jnp.where(is_label_BLV, logits_BLV, 0).sum(axis=-1)
     nats_BL = jax.nn.logsumexp(logits_BLV, axis=-1) - label_logit_BL
-    correct_BL = label_logit_BL >= logits_BLV.max(axis=-1)
+    correct_BL = label_logit_BL > jnp.where(is_label_BLV, -jnp.inf, logits_BLV).max(axis=-1)
     return TargetSums(
         nats=jnp.where(target_mask_BL, nats_BL, 0).sum(),
         correct=(correct_BL & target_mask_BL).sum(dtype=jnp.int32),

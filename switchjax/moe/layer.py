@@ -117,8 +117,8 @@ def _switch(
         h_eRf = hidden(x_eRD, weights.w_in_EDF, weights.w_gate_EDF)
         rate = config.dropout if config.expert_dropout is None else config.expert_dropout
         if training and rate > 0:
-            token_eR = all_to_all.dispatch(_token_numbers(noise, L)[:, None], plan, E)[..., 0]
-            h_eRf = _expert_dropout(h_eRf, rate, noise, token_eR, config.d_ff)
+            place_eR2 = all_to_all.dispatch(_places(noise, L), plan, E)
+            h_eRf = _expert_dropout(h_eRf, rate, noise, place_eR2, config.d_ff)
         y_eRD = output(h_eRf, weights.w_out_EFD)
     with jax.named_scope("combine"):
         y_TQD = all_to_all.combine(y_eRD, plan)
@@ -144,12 +144,13 @@ def _router_logits(
     return jnp.einsum("bld,de->ble", x_bLD, router_DE, precision=lax.Precision.HIGHEST)
 
 
-def _token_numbers(noise: Noise, length: int) -> Array:
-    """Number of each of my tokens in the whole batch, int32 [tokens]."""
-    return (noise.row_B[:, None] * length + jnp.arange(length)[None]).reshape(-1)
+def _places(noise: Noise, length: int) -> Array:
+    """Row in the whole batch and position in the row of each of my tokens, int32 [tokens, 2]."""
+    row_bL, position_bL = jnp.broadcast_arrays(noise.row_B[:, None], jnp.arange(length)[None])
+    return jnp.stack([row_bL.reshape(-1), position_bL.reshape(-1)], axis=-1)
 
 
-def _expert_dropout(h_eRf: Array, rate: float, noise: Noise, token_eR: Array, d_ff: int) -> Array:
+def _expert_dropout(h_eRf: Array, rate: float, noise: Noise, place_eR2: Array, d_ff: int) -> Array:
     """Dropout on the experts' hidden activations, keyed by token and expert, not by slot.
 
     Every device of the model axis draws the whole hidden dim and keeps its slice, so that the
@@ -160,9 +161,12 @@ def _expert_dropout(h_eRf: Array, rate: float, noise: Noise, token_eR: Array, d_
     expert_e1 = (lax.axis_index(EXPERT) * e + jnp.arange(e))[:, None]
     start = lax.axis_index(MODEL) * f
 
-    def of_slot(token: Array, expert: Array) -> Array:
-        slot_key = jax.random.fold_in(jax.random.fold_in(key, token), expert)
+    def of_slot(row: Array, position: Array, expert: Array) -> Array:
+        slot_key = key
+        for number in (row, position, expert):
+            slot_key = jax.random.fold_in(slot_key, number)
         return lax.dynamic_slice_in_dim(jax.random.uniform(slot_key, (d_ff,)), start, f)
 
-    uniform_eRf = jnp.vectorize(of_slot, signature="(),()->(f)")(token_eR, expert_e1)
+    of_slots = jnp.vectorize(of_slot, signature="(),(),()->(f)")
+    uniform_eRf = of_slots(place_eR2[..., 0], place_eR2[..., 1], expert_e1)
     return jnp.where(uniform_eRf >= rate, h_eRf / (1 - rate), 0).astype(h_eRf.dtype)

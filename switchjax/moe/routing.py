@@ -60,7 +60,9 @@ def route(
     Source: Switch Transformer, arXiv:2101.03961, section 2.1; GShard, arXiv:2006.16668, alg. 1.
     """
     num_experts = logits_GTE.shape[-1]
-    gate_GTQ, expert_GTQ = lax.top_k(jax.nn.softmax(logits_GTE, axis=-1), top_k)
+    # Chosen by logits, since small probabilities underflow to the same 0.
+    top_GTQ, expert_GTQ = lax.top_k(logits_GTE, top_k)
+    gate_GTQ = jnp.exp(top_GTQ - jax.nn.logsumexp(logits_GTE, axis=-1, keepdims=True))
     if top_k > 1:
         gate_GTQ /= gate_GTQ.sum(axis=-1, keepdims=True)
     expert_GTQ = jnp.where(real_GT[..., None], expert_GTQ, num_experts)
@@ -74,8 +76,8 @@ def _queue_places(expert_GTQ: Int[Array, "G T Q"], num_experts: int) -> Int[Arra
     G, T, Q = expert_GTQ.shape
     expert_GP = expert_GTQ.swapaxes(1, 2).reshape(G, Q * T)  # P: choice-major places in the queue
     asked_GPE = jax.nn.one_hot(expert_GP, num_experts, dtype=jnp.int32)
-    before_GPE = jnp.cumsum(asked_GPE, axis=1) - asked_GPE
-    slot_GP = jnp.sum(before_GPE * asked_GPE, axis=-1)
+    before_GPE = jnp.cumsum(asked_GPE, axis=1, dtype=jnp.int32) - asked_GPE
+    slot_GP = jnp.sum(before_GPE * asked_GPE, axis=-1, dtype=jnp.int32)
     return slot_GP.reshape(G, Q, T).swapaxes(1, 2)
 
 
@@ -89,7 +91,7 @@ def router_sums(
     probs_GTE = jax.nn.softmax(logits_GTE, axis=-1)
     z_GT = jnp.square(jax.nn.logsumexp(logits_GTE, axis=-1))
     return RouterSums(
-        assigned_E=asked_GTQE.sum(axis=(0, 1, 2)),
+        assigned_E=asked_GTQE.sum(axis=(0, 1, 2), dtype=jnp.int32),
         prob_E=jnp.where(real_GT1, probs_GTE, 0).sum(axis=(0, 1)),
         z=jnp.where(real_GT, z_GT, 0).sum(),
         tokens=real_GT.sum(dtype=jnp.int32),

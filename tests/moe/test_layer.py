@@ -719,9 +719,9 @@ def test_rows_of_padding_change_nothing(mesh):  # case 4
     check_same_stats(more_stats, stats)
 
 
-def test_columns_of_padding_leave_jitter_as_it_is():
+def test_columns_of_padding_leave_noise_as_it_is():
     """Longer rows draw the same noise for the tokens that were there before."""
-    config = replace(CONFIG, jitter=0.3, capacity_factor=8.0)
+    config = replace(CONFIG, jitter=0.3, expert_dropout=0.5, capacity_factor=8.0)
     weights, (x, real) = random_weights(config), random_tokens(rows=4)
     y, stats = single(config, weights, x, real)
     wide_y, wide_stats = single(config, weights, padded(x, 0, 16, 9.0), padded(real, 0, 16, False))

@@ -157,6 +157,13 @@ def test_ties_go_to_the_lower_expert():  # case 62
     assert routing.expert_GTQ.tolist() == [[1]]
 
 
+def test_improbable_experts_are_still_told_apart():
+    """Both probabilities beside the first underflow to 0, and the likelier is chosen."""
+    routing, _ = ask([[[0.0, -200.0, -150.0]]], top_k=2, capacity=1)
+    assert routing.expert_GTQ.tolist() == [[0, 2]]
+    assert routing.gate_GTQ.tolist() == [[1, 0]]
+
+
 def losses(logits, real=None):
     _, sums = ask(logits, capacity=8, real=real)
     return float(balance_loss(sums)), float(z_loss(sums))

@@ -5,9 +5,10 @@ Checks here concern one run's own numbers; whether they fit a mesh is `layout.ch
 """
 
 import json
+import math
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from switchjax.errors import UserError
 
@@ -20,7 +21,7 @@ def _require(condition: bool, message: str) -> None:
 def _require_positive(section: str, config: object, *names: str) -> None:
     for name in names:
         value = getattr(config, name)
-        _require(value > 0, f"{section}.{name} must be positive, got {value}")
+        _require(0 < value < math.inf, f"{section}.{name} must be positive and finite, got {value}")
 
 
 def _require_fraction(section: str, config: object, *names: str) -> None:
@@ -145,7 +146,8 @@ class OptimConfig:
     optimizer: Literal["adafactor", "adamw", "sgd"] = "adamw"
     """Update rule."""
     learning_rate: float = 3e-3
-    """Peak; falls with the inverse square root of the step after warm-up."""
+    """Peak; falls with the inverse square root of the step after warm-up. adafactor multiplies it
+    by a parameter's own size, so its peak is some ten times that of adamw."""
     warmup_steps: int = 50
     """Optimizer steps until the fall begins; adamw and sgd rise linearly before it."""
     weight_decay: float = 0.0
@@ -165,7 +167,9 @@ class OptimConfig:
             _require_positive("optim", self, "clip_norm")
         for name in ("weight_decay", "balance_coefficient", "z_coefficient"):
             value = getattr(self, name)
-            _require(value >= 0, f"optim.{name} must be 0 or more, got {value}")
+            _require(
+                0 <= value < math.inf, f"optim.{name} must be 0 or more and finite, got {value}"
+            )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -199,7 +203,7 @@ class RunConfig:
     def __post_init__(self) -> None:
         _require_positive("run", self, "steps", "eval_every", "eval_batches")
         _require_positive("run", self, "checkpoint_every", "keep")
-        _require(self.seed >= 0, f"run.seed must be 0 or more, got {self.seed}")
+        _require(0 <= self.seed < 2**32, f"run.seed must be 0 to 2**32 - 1, got {self.seed}")
         if self.devices is not None:
             _require_positive("run", self, "devices")
         _require(
@@ -214,22 +218,20 @@ def to_dict(config: RunConfig) -> dict:
     return asdict(config)
 
 
-def from_dict(values: dict) -> RunConfig:
+def from_dict(values: dict[str, Any]) -> RunConfig:
     """The config that `to_dict` (through JSON) wrote.
 
     Raises:
         UserError: a field is unknown, as after a rename in a later version.
     """
     try:
-        data = dict(values["data"], files=tuple(values["data"]["files"]))
-        return RunConfig(
-            **dict(
-                values,
-                model=ModelConfig(**values["model"]),
-                data=DataConfig(**data),
-                optim=OptimConfig(**values["optim"]),
-            )
-        )
+        data: dict[str, Any] = dict(values["data"], files=tuple(values["data"]["files"]))
+        sections = {
+            "model": ModelConfig(**values["model"]),
+            "data": DataConfig(**data),
+            "optim": OptimConfig(**values["optim"]),
+        }
+        return RunConfig(**(values | sections))
     except (KeyError, TypeError) as error:
         raise UserError(
             f"this config was written by another version of switchjax: {error}"

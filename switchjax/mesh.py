@@ -3,6 +3,7 @@
 A mesh file (`meshes/NAME.toml`) is three integers: `data`, `expert` and `model`.
 """
 
+import difflib
 import os
 import re
 import tomllib
@@ -69,7 +70,9 @@ def read_mesh(mesh: str) -> MeshShape:
     if path.suffix != ".toml":
         path = _folder() / f"{mesh}.toml"
         if mesh not in mesh_names():
-            raise UserError(f"no mesh {mesh!r}; there are {', '.join(mesh_names())}")
+            near = difflib.get_close_matches(mesh, mesh_names(), n=1)
+            hint = f"did you mean {near[0]}? " if near else ""
+            raise UserError(f"no mesh {mesh!r}; {hint}there are {', '.join(mesh_names())}")
     try:
         return _shape(path.stem, tomllib.loads(path.read_text()))
     except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
@@ -119,7 +122,8 @@ def simulate_devices(count: int | None, shape: MeshShape) -> None:
             f"XLA_FLAGS asks for {flag[1]} CPU devices and this run needs {wanted}: "
             f"remove --xla_force_host_platform_device_count from XLA_FLAGS"
         )
-    if count is None and jax.config.jax_num_cpu_devices > 0:
+    already = jax.config.jax_num_cpu_devices  # pyright: ignore[reportAttributeAccessIssue]
+    if count is None and already > 0:
         return  # JAX_NUM_CPU_DEVICES is set; make_mesh compares it with the mesh
     try:
         jax.config.update("jax_num_cpu_devices", wanted)

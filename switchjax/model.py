@@ -68,14 +68,17 @@ class Block(nnx.Module):
         )
         x_BLD += dropout(y_BLD, self.rate, _site(noise, 0))
         if self.cross_attention is not None:
+            assert self.cross_norm is not None and around.context_BSD is not None
+            assert around.context_visible_BLS is not None
             normed_BLD = self.cross_norm(x_BLD)
             y_BLD = self.cross_attention(normed_BLD, around.context_BSD, around.context_visible_BLS)
             x_BLD += dropout(y_BLD, self.rate, _site(noise, 1))
         normed_BLD, stats = self.ff_norm(x_BLD), None
-        if self.switch is not None:
-            y_BLD, stats = self.switch(normed_BLD, around.segment_BL > 0, _site(noise, 2))
-        else:
+        if self.mlp is not None:
             y_BLD = self.mlp(normed_BLD, _site(noise, 2))
+        else:
+            assert self.switch is not None
+            y_BLD, stats = self.switch(normed_BLD, around.segment_BL > 0, _site(noise, 2))
         return x_BLD + dropout(y_BLD, self.rate, _site(noise, 3)), stats
 
 
@@ -128,17 +131,16 @@ class Stack(nnx.Module):
         context_segment_BS: Int[Array, "B S"] | None = None,
     ) -> tuple[Float[Array, "B L D"], RouterStats | None]:
         """The stack's output and the statistics of its Switch layers, stacked [layers, ...]."""
-        rotary = self.relative_bias is None
-        cross = context_segment_BS is not None
+        bias = self.relative_bias
         around = Surroundings(
             segment_BL=segment_BL,
             visible_BLL=visible(segment_BL, segment_BL, causal=self.causal),
-            bias_HLL=None if rotary else self.relative_bias(x_BLD.shape[1]),
-            position_BL=positions(segment_BL) if rotary else None,
+            bias_HLL=None if bias is None else bias(x_BLD.shape[1]),
+            position_BL=positions(segment_BL) if bias is None else None,
             context_BSD=context_BSD,
-            context_visible_BLS=visible(segment_BL, context_segment_BS, causal=False)
-            if cross
-            else None,
+            context_visible_BLS=None
+            if context_segment_BS is None
+            else visible(segment_BL, context_segment_BS, causal=False),
         )
 
         def body(x_BLD, period_and_index):
@@ -183,6 +185,7 @@ class SwitchTransformer(nnx.Module):
         """
         context_BSD, stats = None, []
         if self.encoder is not None:
+            assert batch.encoder_tokens_BS is not None and batch.encoder_segment_BS is not None
             x_BSD = self.embedding.embed(batch.encoder_tokens_BS, self.dtype)
             context_BSD, encoder_stats = self.encoder(
                 x_BSD, batch.encoder_segment_BS, _site(noise, 0)

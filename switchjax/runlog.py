@@ -112,7 +112,8 @@ class RunLog:
         _write_line(self._evaluations, {"step": step, **record})
         for name, value in record.items():
             self._events.add_scalar(f"evaluation/{name}", value, step)
-        self.say(f"{self._counted(step)}  evaluation: {_listed(record)}")
+        shown = f"ce {record['ce']:.3f}  accuracy {record['accuracy']:.1%}".replace("%", " %")
+        self.say(f"{self._counted(step)}  evaluation: {shown}")
 
     def say(self, text: str) -> None:
         """Prints a line; it goes above a progress bar."""
@@ -198,12 +199,3 @@ def _step_of(line: str) -> float:
 def _write_line(file, record: dict[str, float]) -> None:
     file.write(json.dumps(record) + "\n")
     file.flush()
-
-
-def _listed(record: dict[str, float]) -> str:
-    return "  ".join(
-        f"drop {value:.1%}".replace("%", " %")
-        if name == "drop_fraction"
-        else f"{name.replace('_', ' ')} {value:.4g}"
-        for name, value in record.items()
-    )

@@ -1,6 +1,6 @@
 """All that a step changes, how it starts, and where each part of it lives."""
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -31,7 +31,8 @@ def keys(config: RunConfig) -> tuple[Array, Array]:
 def init_state(config: RunConfig, layout: Layout) -> TrainState:
     """The state before the first step, on the mesh in use; bitwise the same on any mesh."""
     model = SwitchTransformer(keys(config)[0], config.model, layout)
-    return TrainState(jnp.int32(0), model, make_optimizer(config.optim).init(model))
+    parameters: Any = model  # optax takes any pytree and names a few kinds
+    return TrainState(jnp.int32(0), model, make_optimizer(config.optim).init(parameters))
 
 
 def abstract_state(config: RunConfig, layout: Layout) -> TrainState:

@@ -1,7 +1,7 @@
 """One optimizer step, and one batch of evaluation: pure functions of state and batch."""
 
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -57,8 +57,10 @@ def train_step(
         noise = Noise(key, micro.row_B)
         return jax.grad(_loss, has_aux=True)(state.model, micro, noise, whole, optim)
 
+    parameters: Any = state.model  # optax takes any pytree and names a few kinds
+    grads: Any
     grads, parts = _accumulate(gradient, batch, optim.accumulation, layout)
-    updates, opt_state = make_optimizer(optim).update(grads, state.opt_state, state.model)
+    updates, opt_state = make_optimizer(optim).update(grads, state.opt_state, parameters)
     aux, z = _router_losses(parts.router)
     metrics = StepMetrics(
         loss=_total(parts.ce, aux, z, optim),
@@ -70,7 +72,7 @@ def train_step(
         tokens=whole.tokens_S.sum(),
         router=parts.router,
     )
-    model = optax.apply_updates(state.model, updates)
+    model: Any = optax.apply_updates(parameters, updates)
     return TrainState(state.step + 1, model, opt_state), metrics
 
 

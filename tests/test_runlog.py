@@ -81,11 +81,11 @@ def test_a_line_is_on_disk_at_once(tmp_path):
 def test_evaluations_have_a_file_and_a_line_of_their_own(tmp_path):
     console = Console(file=io.StringIO())
     with open_log(tmp_path, console) as log:
-        log.evaluation(5, {"ce": 3.21049, "drop_fraction": 0.0})
+        log.evaluation(5, {"ce": 3.21049, "accuracy": 0.251})
     assert read_lines(tmp_path / "evaluations.jsonl") == [
-        {"step": 5, "ce": 3.21049, "drop_fraction": 0.0}
+        {"step": 5, "ce": 3.21049, "accuracy": 0.251}
     ]
-    assert console.file.getvalue() == "step  5/10  evaluation: ce 3.21  drop 0.0 %\n"
+    assert console.file.getvalue() == "step  5/10  evaluation: ce 3.210  accuracy 25.1 %\n"
     assert ("evaluation/ce", 5, pytest.approx(3.21049)) in read_events(tmp_path)
 
 
@@ -93,14 +93,14 @@ def test_resume_leaves_each_step_once(tmp_path):
     with open_log(tmp_path) as log:
         for step in range(1, 8):
             log.step(record(step), counts(step))
-        log.evaluation(4, {"ce": 4.0})
-        log.evaluation(6, {"ce": 6.0})
+        log.evaluation(4, {"ce": 4.0, "accuracy": 0.0})
+        log.evaluation(6, {"ce": 6.0, "accuracy": 0.0})
     with (tmp_path / "metrics.jsonl").open("a") as file:
         file.write('{"step": 8, "lo')  # killed while writing
     with open_log(tmp_path, first_step=6) as log:
         for step in range(6, 11):
             log.step(record(step), counts(step))
-        log.evaluation(6, {"ce": 5.9})
+        log.evaluation(6, {"ce": 5.9, "accuracy": 0.0})
     assert read_lines(tmp_path / "metrics.jsonl") == [record(step) for step in range(1, 11)]
     assert [line["ce"] for line in read_lines(tmp_path / "evaluations.jsonl")] == [4.0, 5.9]
 

@@ -1,7 +1,7 @@
 """The Switch layer: route, dispatch, experts, combine. The package's only `shard_map`."""
 
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -57,20 +57,28 @@ class SwitchLayer(nnx.Module):
         Args:
             noise: of training; None at evaluation, which by default drops nothing.
         """
-        layout = self.layout
-        experts = self.experts
-        w_experts = (experts.w_in_EDF, experts.w_gate_EDF, experts.w_out_EFD)
+        layout, experts, dtype = self.layout, self.experts, x_BLD.dtype
+        gate = experts.w_gate_EDF
         weights = Weights(
             self.router_DE[...],
-            *(w if w is None else w[...].astype(x_BLD.dtype) for w in w_experts),
+            experts.w_in_EDF[...].astype(dtype),
+            None if gate is None else gate[...].astype(dtype),
+            experts.w_out_EFD[...].astype(dtype),
+        )
+        noise_specs: Any = (layout.whole, layout.rows_b)
+        weight_specs: Any = (
+            layout.router_de,
+            layout.w_in_edf,
+            layout.w_in_edf,
+            layout.w_out_efd,
         )
         mapped = jax.shard_map(
             partial(_switch, self.config),
             in_specs=(
                 layout.tokens_bld,
                 layout.tokens_bl,
-                None if noise is None else Noise(layout.whole, layout.rows_b),
-                Weights(layout.router_de, layout.w_in_edf, layout.w_in_edf, layout.w_out_efd),
+                None if noise is None else Noise(*noise_specs),
+                Weights(*weight_specs),
             ),
             out_specs=(layout.tokens_bld, layout.whole),
         )

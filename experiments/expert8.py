@@ -1,0 +1,16 @@
+"""Expert parallelism alone: one expert a device.
+
+Claim: the losses of experiments/single.py to five digits, step for step.
+Command: python experiments/expert8.py
+Expect: @EXPECT@
+"""
+
+from dataclasses import replace
+
+from switchjax.cli import main
+from switchjax.presets import PRESETS
+
+CONFIG = replace(PRESETS["tiny"], mesh="expert8", out="runs/expert8")
+
+if __name__ == "__main__":
+    main(CONFIG)

@@ -258,6 +258,25 @@ def test_evaluation_drops_nothing_and_rows_are_independent(architecture):
     assert stats.dropped.sum() > 0 and not np.allclose(noisy, together, atol=1e-2)
 
 
+NOISES = (dict(dropout=0.2, expert_dropout=0.0), dict(expert_dropout=0.2), dict(jitter=0.3))
+
+
+@pytest.mark.parametrize("noise", NOISES, ids=str)
+def test_rows_draw_their_own_noise(noise):
+    """S10, case 21: rows of the same words, wherever they lie, differ by their noise alone."""
+    config = replace(of(SMALL, "decoder_only"), capacity_factor=4.0, **noise)
+    batch = builders.random_batch(config, rows=4, padding=0.0)
+    batch = jax.tree.map(lambda x: np.repeat(x[:1], 4, axis=0), batch)
+    batch = batch._replace(row_B=np.array([0, 1, 2, 1], np.int32))
+    logits, _ = run(config, batch, training=True)
+    for other in (1, 2):
+        assert (logits[0] != logits[other]).any()
+    assert (logits[1] != logits[2]).any()
+    np.testing.assert_array_equal(logits[3], logits[1])  # numbered as one: the same noise
+    plain, _ = run(config, batch)
+    np.testing.assert_array_equal(plain, np.repeat(plain[:1], 4, axis=0))
+
+
 def test_an_evaluation_capacity_is_obeyed_and_reported():
     """S13: who asks for a capacity at evaluation is told what dropped."""
     config = replace(SMALL, eval_capacity_factor=0.5)

@@ -90,16 +90,15 @@ def test_dense_twins_do_the_same_work_a_token(sparse, dense):
     assert PRESETS[sparse].optim == PRESETS[dense].optim
 
 
-@pytest.mark.parametrize("preset", PRESETS)
-def test_recipe(preset):
+@pytest.mark.parametrize("preset", [name for name in PRESETS if not name.startswith("tiny")])
+def test_recipe_of_the_paper(preset):
     """DESIGN, section 5."""
     run = PRESETS[preset]
     assert run.optim.balance_coefficient == 1e-2 and run.optim.z_coefficient == 1e-3
     assert run.model.capacity_factor == 1.25 and run.model.jitter == 1e-2
-    assert run.model.init_scale == 0.1
-    if not preset.startswith("tiny"):
-        assert run.model.dropout == 0.1 and run.optim.optimizer == "adafactor"
-        assert run.data.sequence_length == 512 and run.model.vocab_size == 32128
+    assert run.model.init_scale == 0.1 and run.model.dropout == 0.1
+    assert run.optim.optimizer == "adafactor" and run.optim.warmup_steps == 10_000
+    assert run.data.sequence_length == 512 and run.model.vocab_size == 32128
 
 
 def fits(run: RunConfig, mesh_name: str) -> bool:

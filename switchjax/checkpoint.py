@@ -5,6 +5,7 @@ directory named by a plain number was complete when it got that name. `saved_ste
 """
 
 import atexit
+import contextlib
 import json
 import logging
 import math
@@ -149,7 +150,8 @@ class Checkpoints(SavedSteps):
         """One line for the user; also makes room for the next try."""
         self._remove_temporary()
         self._losses.pop(step, None)
-        self._manager.reload()
+        with contextlib.suppress(RuntimeError):  # Python is ending, and there is no next try
+            self._manager.reload()
         good = max((s for s in self._steps() if s != step and self._is_sound(s)), default=None)
         kept = (
             "there is no earlier checkpoint"

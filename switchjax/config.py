@@ -21,7 +21,8 @@ def _require(condition: bool, message: str) -> None:
 def _require_positive(section: str, config: object, *names: str) -> None:
     for name in names:
         value = getattr(config, name)
-        _require(0 < value < math.inf, f"{section}.{name} must be positive and finite, got {value}")
+        _require(value > 0, f"{section}.{name} must be positive, got {value}")
+        _require(value < math.inf, f"{section}.{name} must be finite, got {value}")
 
 
 def _require_fraction(section: str, config: object, *names: str) -> None:
@@ -167,9 +168,8 @@ class OptimConfig:
             _require_positive("optim", self, "clip_norm")
         for name in ("weight_decay", "balance_coefficient", "z_coefficient"):
             value = getattr(self, name)
-            _require(
-                0 <= value < math.inf, f"optim.{name} must be 0 or more and finite, got {value}"
-            )
+            _require(value >= 0, f"optim.{name} must be 0 or more, got {value}")
+            _require(value < math.inf, f"optim.{name} must be finite, got {value}")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -203,7 +203,8 @@ class RunConfig:
     def __post_init__(self) -> None:
         _require_positive("run", self, "steps", "eval_every", "eval_batches")
         _require_positive("run", self, "checkpoint_every", "keep")
-        _require(0 <= self.seed < 2**32, f"run.seed must be 0 to 2**32 - 1, got {self.seed}")
+        _require(self.seed >= 0, f"run.seed must be 0 or more, got {self.seed}")
+        _require(self.seed < 2**32, f"run.seed must be below 2**32, got {self.seed}")
         if self.devices is not None:
             _require_positive("run", self, "devices")
         _require(

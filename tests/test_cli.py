@@ -157,6 +157,9 @@ MISTAKES = {
     "negative batch": ("--data.batch-size -8", "data.batch_size must be positive, got -8"),
     "length": ("--data.sequence-length 0", "data.sequence_length must be positive, got 0"),
     "rate": ("--optim.learning-rate nan", "optim.learning_rate must be positive, got nan"),
+    "endless rate": ("--optim.learning-rate inf", "optim.learning_rate must be finite, got inf"),
+    "endless slots": ("--model.capacity-factor inf", "model.capacity_factor must be finite"),
+    "large seed": ("--seed 4294967296", r"run.seed must be below 2\*\*32, got 4294967296"),
     "accumulation 0": ("--optim.accumulation 0", "optim.accumulation must be positive, got 0"),
     "steps": ("--steps -1", "^run.steps must be positive, got -1$"),
     "keep": ("--keep 0", "run.keep must be positive, got 0"),
@@ -202,7 +205,7 @@ def test_a_mistake_is_one_line(refused, folder, finished, words, answer):  # cas
     [
         ("--model.d-model 16", r"step 2 in .* does not fit: .*float32\[384,8\], not .*\[384,16\]"),
         ("--model.num-layers 2", "step 2 in .* does not fit: "),
-        ("--optim.optimizer adafactor", "does not fit: missing opt_state.*; extra opt_state"),
+        ("--optim.optimizer adamw", "does not fit: missing opt_state.*; extra opt_state"),
         ("--data.sequence-length 8", "not the stream that was saved: sequence_length 16 is now 8"),
         ("--seed 7", "not the stream that was saved: seed 0 is now 7"),
         ("--steps 2", "the run has 2 steps already: raise --steps above 2"),

@@ -395,7 +395,11 @@ def test_full_disk(whole, copy, compile_cache):
 
 
 def command(*words):
-    program = "from switchjax.cli import main; main()"
+    # A shell has background jobs ignore Ctrl-C, the tests' own processes among them.
+    program = (
+        "import signal; signal.signal(signal.SIGINT, signal.default_int_handler);"
+        "from switchjax.cli import main; main()"
+    )
     return [sys.executable, "-c", program, "train", *map(str, words)]
 
 
@@ -445,6 +449,8 @@ def flags(config, out):
         *("--model.num-layers", model.num_layers, "--model.moe-every", model.moe_every),
         *("--data.files", *data.files, "--data.batch-size", data.batch_size),
         *("--data.sequence-length", data.sequence_length),
+        *("--model.init-scale", model.init_scale, "--optim.optimizer", config.optim.optimizer),
+        *("--optim.balance-coefficient", config.optim.balance_coefficient),
         *("--optim.learning-rate", config.optim.learning_rate),
         *("--optim.warmup-steps", config.optim.warmup_steps),
         *("--eval-every", 10, "--checkpoint-every", 100_000, "--out", out),

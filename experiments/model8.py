@@ -1,8 +1,9 @@
 """Tensor parallelism alone: one head a device.
 
-Claim: the losses of experiments/single.py to five digits, step for step.
+Claim: the first steps have the losses of every other mesh to five digits; later, rounding adds up.
 Command: python experiments/model8.py
-Expect: @EXPECT@
+Expect: held-out cross-entropy near 2.67 nats, 28 % below the unigram entropy, in about 4 minutes on
+2 CPU cores (2.672 on data2_expert2_model2, 2026-11-29, Python 3.11).
 """
 
 from dataclasses import replace

@@ -174,3 +174,19 @@ def test_public_names_have_a_docstring():
         for node in ast.parse(path.read_text()).body:
             if isinstance(node, ast.ClassDef | ast.FunctionDef) and not node.name.startswith("_"):
                 assert ast.get_docstring(node), f"{module_of(path)}.{node.name}"
+
+
+def test_ci_runs_the_test_command_of_the_readme():
+    command = next(
+        line for line in (ROOT / "README.md").read_text().splitlines() if "'.[test]'" in line
+    )
+    assert command in (ROOT / ".ci" / "run").read_text().splitlines()
+
+
+def test_the_readme_has_a_line_for_every_module():
+    readme = (ROOT / "README.md").read_text()
+    listed = {"data", "moe", "nn"}
+    for path in FILES:
+        name = path.relative_to(PACKAGE)
+        if path.name != "__init__.py" and name.parts[0] not in listed:
+            assert f"\n  {path.name} " in readme, name

@@ -3,7 +3,8 @@
 Claim: at every seed the Switch model ends with the lower held-out cross-entropy. At capacity
 factor 1 its experts compute exactly as many rows as the dense twin's feed-forward layers.
 Command: python experiments/sparse_vs_dense.py
-Expect: @EXPECT@
+Expect: switch 1.778 1.843 1.758, dense 1.904 1.909 1.889 (seeds 0 1 2), in about 7 minutes on 2 CPU
+cores (2026-11-29, Python 3.11).
 """
 
 from dataclasses import replace

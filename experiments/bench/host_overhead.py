@@ -3,7 +3,8 @@
 Claim: 100 steps of `train` (text, metrics, progress) take less than 5 % longer than 100 calls of
 the compiled step on one batch. Rounds of both are interleaved; the ratio is that of the medians.
 Command: python experiments/bench/host_overhead.py
-Expect: @EXPECT@
+Expect: 78 s over 88 s, a ratio of 0.90, on 2 CPU cores that were busy with other work too: what the
+loop costs is below the noise (2026-11-29).
 """
 
 import json
@@ -23,7 +24,7 @@ from switchjax.state import init_state
 from switchjax.step import train_step
 from switchjax.train import train
 
-ROUNDS, WARM_UP, STEPS = 3, 10, 100
+ROUNDS, WARM_UP, STEPS = 2, 10, 100
 CONFIG = replace(PRESETS["tiny"], steps=WARM_UP + STEPS, eval_every=10**6, eval_batches=1)
 
 

@@ -80,7 +80,7 @@ _TINY = RunConfig(
     optim=OptimConfig(
         optimizer="adafactor", learning_rate=3e-2, warmup_steps=100, balance_coefficient=5e-2
     ),
-    steps=350,
+    steps=300,
     out="runs/tiny",
 )
 

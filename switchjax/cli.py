@@ -130,12 +130,10 @@ def _eval(words: Sequence[str]) -> int:
 def _tokenizer(words: Sequence[str]) -> int:
     config = _parse(TokenizerConfig, words, "switchjax tokenizer train")
 
-    from switchjax.data.corpus import builtin_documents, read_documents
+    from switchjax.data.corpus import documents_of
     from switchjax.data.tokenizer import load_tokenizer, train_tokenizer
 
-    documents = (
-        read_documents(config.files, config.json_field) if config.files else builtin_documents()
-    )
+    documents = documents_of(config.files, config.json_field)
     train_tokenizer(documents, config.vocab_size, Path(config.out))
     size = load_tokenizer(config.out).vocab_size
     print(
@@ -161,7 +159,7 @@ def _parse(kind: type, words: Sequence[str], program: str, default: Any = None) 
     said = io.StringIO()
     columns = os.environ.get("COLUMNS")
     try:
-        if not {"-h", "--help"} & set(words):
+        if not _HELP & set(words):
             os.environ["COLUMNS"] = "500"  # tyro wraps its answer to the terminal
         with contextlib.redirect_stderr(said):
             options = {} if default is None else {"default": default}

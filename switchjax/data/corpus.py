@@ -24,6 +24,11 @@ _SKIPPED_DIRECTORIES = {"site-packages", "dist-packages", "test", "tests", "idle
 _SHORTEST_DOCSTRING = 32  # characters; below are things like "Return self."
 
 
+def documents_of(files: tuple[str, ...], json_field: str) -> list[str]:
+    """The text of these globs, or without any the text that Python carries."""
+    return read_documents(files, json_field) if files else builtin_documents()
+
+
 def read_documents(files: tuple[str, ...], json_field: str) -> list[str]:
     """Documents of all files that the globs match, by file path, then by line.
 

@@ -14,7 +14,7 @@ from jaxtyping import Integer
 
 from switchjax.batch import Batch
 from switchjax.config import DataConfig
-from switchjax.data.corpus import builtin_documents, read_documents
+from switchjax.data.corpus import documents_of
 from switchjax.data.examples import Examples, empty_like, encode_documents, to_batch
 from switchjax.data.packing import PackedExamples
 from switchjax.data.spans import SpanExamples, sentinels_for, span_lengths
@@ -79,9 +79,7 @@ def load_data(
     lengths = row_lengths(config, architecture)
     rows = process_rows(config.batch_size, process_index, process_count)
     tokenizer = _fitting_tokenizer(config, architecture, vocab_size)
-    documents = (
-        read_documents(config.files, config.json_field) if config.files else builtin_documents()
-    )
+    documents = documents_of(config.files, config.json_field)
     examples, tokens = build_examples(documents, tokenizer, config, architecture)
     train, held_out = split(len(examples), config.holdout)
     stream = TrainStream(

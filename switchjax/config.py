@@ -12,6 +12,10 @@ from typing import Any, Literal
 
 from switchjax.errors import UserError
 
+Experts = Literal["separate", "folded"]
+Dispatcher = Literal["all_to_all", "all_gather", "ragged", "local"]
+Wire = Literal["compute", "bfloat16", "float8"]
+
 
 def _require(condition: bool, message: str) -> None:
     if not condition:
@@ -181,6 +185,8 @@ class RunConfig:
     optim: OptimConfig = field(default_factory=OptimConfig)
     mesh: str = "data2_expert2_model2"
     """Name of a mesh, path of a mesh file, or sizes such as data=2,expert=2,model=2."""
+    dispatcher: Dispatcher | None = None
+    """How tokens reach their experts, in place of the mesh file's dispatcher."""
     devices: int | None = None
     """CPU devices to simulate; None = as many as the mesh needs."""
     steps: int = 200
@@ -274,6 +280,8 @@ class EvalConfig:
     """Which checkpoint; None = the newest."""
     mesh: str | None = None
     """Mesh to evaluate on; None = the one that the run was trained on."""
+    dispatcher: Dispatcher | None = None
+    """How tokens reach their experts; None = as the mesh file says."""
     devices: int | None = None
     """CPU devices to simulate; None = as many as the mesh needs."""
     batches: int | None = None

@@ -56,7 +56,12 @@ def evaluate_run(config: EvalConfig) -> dict[str, float]:
         UserError: there is no such run or checkpoint, or it does not fit the mesh.
     """
     run = read_config(config.run)
-    run = replace(run, mesh=config.mesh or run.mesh, devices=config.devices)
+    run = replace(
+        run,
+        mesh=config.mesh or run.mesh,
+        dispatcher=config.dispatcher or (run.dispatcher if config.mesh is None else None),
+        devices=config.devices,
+    )
     shape = setup.check(run)
     saved = SavedSteps(setup.checkpoint_directory(config.run))
     step = saved.latest() if config.step is None else config.step
@@ -67,7 +72,7 @@ def evaluate_run(config: EvalConfig) -> dict[str, float]:
     mesh = setup.start_devices(run, shape)
     data = setup.read_data(run, eval_batches=config.batches)
     data.train.close()
-    layout = Layout()
+    layout = Layout.of(shape)
     with jax.set_mesh(mesh):
         state, _ = saved.restore(step, abstract_state(run, layout))
         batches = (layout.place(batch) for batch in data.eval_batches)

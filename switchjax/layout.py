@@ -4,7 +4,7 @@ A spec carries the name of the array it lays out, in lower case: `w_in_edf` for 
 Parameters of stacked layers get a leading dim that is never split (`jax.vmap` puts it there).
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import jax
 import numpy as np
@@ -15,12 +15,16 @@ from switchjax.axes import EXPERT, MODEL, TOKENS
 from switchjax.batch import Batch
 from switchjax.config import ModelConfig
 from switchjax.errors import UserError
-from switchjax.mesh import MeshShape
+from switchjax.mesh import Exchange, MeshShape
 
 
 @dataclass(frozen=True, kw_only=True)
 class Layout:
-    """Experts over `expert`, their hidden dim over `model`, tokens over `(data, expert)`."""
+    """Tokens over `(data, expert)`, experts over `expert`, and their hidden dim over `model`.
+
+    `Layout.of` gives another one where the mesh file asks for it: with folded experts, which are
+    over `(expert, model)`, a group of devices that shares tensors is a group of experts too.
+    """
 
     # Activations.
     rows_b: P = P(TOKENS)
@@ -45,6 +49,18 @@ class Layout:
 
     # What every device holds whole.
     whole: P = P()
+
+    # What travels between the devices of the expert axis, and how.
+    exchange: Exchange = Exchange()
+
+    @classmethod
+    def of(cls, shape: MeshShape) -> "Layout":
+        """The layout that the mesh file asks for."""
+        layout = cls(exchange=shape.exchange)
+        if shape.exchange.experts == "separate":
+            return layout
+        experts = P((EXPERT, MODEL), None, None)
+        return replace(layout, w_in_edf=experts, w_out_efd=experts)
 
     def rows(self, num_dims: int) -> P:
         """Of an array whose first dim is batch rows."""
@@ -80,7 +96,7 @@ def check(
         UserError: naming the two numbers of the first rule that is broken.
     """
     if model.moe_every:
-        _divides(shape, "expert", shape.expert, "model.num_experts", model.num_experts)
+        _check_experts(model, shape)
     _divides(shape, "model", shape.model, "model.num_heads", model.num_heads)
     _divides(shape, "model", shape.model, "model.d_ff", model.d_ff)
     _divides(shape, "model", shape.model, "model.vocab_size", model.vocab_size)
@@ -90,9 +106,24 @@ def check(
         f"rows of a micro-batch (data.batch_size {batch_size} / optim.accumulation {accumulation})"
     )
     _divides(shape, "data * expert", devices, rows, micro_rows)
-    if model.moe_every and model.group_size is not None:
+    if model.moe_every:
         for length in row_lengths:
-            _divides_group(shape, micro_rows // devices * length, model.group_size)
+            _check_groups(shape, micro_rows // devices * length, model.group_size or length)
+
+
+def _check_experts(model: ModelConfig, shape: MeshShape) -> None:
+    exchange = shape.exchange
+    if exchange.experts == "separate":
+        _divides(shape, "expert", shape.expert, "model.num_experts", model.num_experts)
+    else:
+        devices = shape.expert * shape.model
+        name = "with folded experts expert * model"
+        _divides(shape, name, devices, "model.num_experts", model.num_experts)
+    if exchange.dispatcher == "ragged" and model.eval_capacity_factor is not None:
+        raise UserError(
+            f"mesh {shape.name}: dispatcher ragged drops nothing, so leave out "
+            f"model.eval_capacity_factor {model.eval_capacity_factor}"
+        )
 
 
 def _divides(shape: MeshShape, axis: str, size: int, name: str, number: int) -> None:
@@ -100,9 +131,15 @@ def _divides(shape: MeshShape, axis: str, size: int, name: str, number: int) -> 
         raise UserError(f"mesh {shape.name}: {axis} = {size} must divide {name} = {number}")
 
 
-def _divides_group(shape: MeshShape, tokens: int, group_size: int) -> None:
+def _check_groups(shape: MeshShape, tokens: int, group_size: int) -> None:
     if tokens % group_size:
         raise UserError(
             f"mesh {shape.name}: model.group_size = {group_size} must divide the tokens of one "
             f"device's micro-batch = {tokens}, so that no group spans two devices"
+        )
+    groups = tokens // group_size
+    if groups % shape.exchange.chunks:
+        raise UserError(
+            f"mesh {shape.name}: chunks = {shape.exchange.chunks} must divide the groups of one "
+            f"device's micro-batch = {groups} ({tokens} tokens / {group_size} a group)"
         )

@@ -1,6 +1,7 @@
 """Device meshes: read a mesh file, make the devices, line them up. The only `jax.devices()`.
 
-A mesh file (`meshes/NAME.toml`) is three integers: `data`, `expert` and `model`.
+A mesh file (`meshes/NAME.toml`) is three integers, `data`, `expert` and `model`, and where they
+differ from the defaults the fields of `Exchange`: how tokens reach their experts on this mesh.
 """
 
 import difflib
@@ -9,16 +10,55 @@ import re
 import tomllib
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
+from typing import get_args
 
 import jax
 
 from switchjax.axes import AXES
+from switchjax.config import Dispatcher, Experts, Wire
 from switchjax.errors import UserError
 
 # An installed package carries the mesh files inside itself, a checkout beside itself.
 _FOLDERS = (Path(__file__).parent / "meshes", Path(__file__).parent.parent / "meshes")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Exchange:
+    """How tokens reach their experts. None of it changes the numbers, but for a narrow wire."""
+
+    experts: Experts = "separate"
+    """What splits the experts: `separate`, the axis `expert`, and `model` splits each expert's
+    hidden dim; `folded`, both axes, and an expert's hidden dim stays whole."""
+    dispatcher: Dispatcher = "all_to_all"
+    wire: Wire = "compute"
+    """Dtype of tokens under way: as computed, bfloat16, or 8 bits with a scale a token."""
+    chunks: int = 1
+    """Parts that a device's groups are exchanged in: one's compute beside another's exchange."""
+    buffer: float | None = None
+    """Rows that a device has room for, over its fair share; a step that needs more takes a slower
+    way with the same numbers. None: 2 for `ragged`; `all_gather` sends every token to every peer."""
+
+    def __post_init__(self) -> None:
+        for name, choices in (("experts", Experts), ("dispatcher", Dispatcher), ("wire", Wire)):
+            value, known = getattr(self, name), get_args(choices)
+            if value not in known:
+                raise UserError(f"{name} must be one of {', '.join(known)}, got {value!r}")
+        if not _is_count(self.chunks):
+            raise UserError(f"chunks must be a positive integer, got {self.chunks!r}")
+        if self.buffer is None:
+            return
+        if self.dispatcher not in ("all_gather", "ragged"):
+            raise UserError(f"dispatcher {self.dispatcher} has no buffer to bound: leave it out")
+        if isinstance(self.buffer, bool) or not isinstance(self.buffer, int | float):
+            raise UserError(f"buffer must be a number, got {self.buffer!r}")
+        if not 0 < self.buffer < float("inf"):
+            raise UserError(f"buffer must be positive and finite, got {self.buffer}")
+
+
+def _is_count(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= 1
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,13 +69,23 @@ class MeshShape:
     data: int
     expert: int
     model: int
+    exchange: Exchange = Exchange()
 
     def __post_init__(self) -> None:
         for axis, size in zip(AXES, self.sizes, strict=True):
-            if not isinstance(size, int) or isinstance(size, bool) or size < 1:
+            if not _is_count(size):
                 raise UserError(
                     f"mesh {self.name}: {axis} must be a positive integer, got {size!r}"
                 )
+        if self.exchange.dispatcher == "local" and self.expert > 1:
+            raise UserError(
+                f"mesh {self.name}: dispatcher local sends nothing, so it needs expert = 1, "
+                f"and expert = {self.expert}"
+            )
+        if self.exchange.dispatcher == "local" and self.exchange.wire != "compute":
+            raise UserError(
+                f"mesh {self.name}: dispatcher local has no wire for {self.exchange.wire}"
+            )
 
     @property
     def sizes(self) -> tuple[int, int, int]:
@@ -54,18 +104,32 @@ def mesh_names() -> list[str]:
     return sorted(path.stem for path in _folder().glob("*.toml"))
 
 
-def read_mesh(mesh: str) -> MeshShape:
-    """Sizes from a name in `meshes/`, from the path of a file, or from text like `data=4,model=2`.
+def read_mesh(mesh: str, dispatcher: Dispatcher | None = None) -> MeshShape:
+    """A mesh from a name in `meshes/`, from the path of a file, or from text like `data=4,model=2`.
+
+    Keys after a name or path replace the file's own: `expert8,wire=float8`.
+
+    Args:
+        dispatcher: in place of the file's.
 
     Raises:
-        UserError: nothing by that name, or the file is not three positive integers.
+        UserError: nothing by that name, or an unknown key, or a value that its key cannot have.
     """
-    if re.fullmatch(r"\w+=[^,]*(,\w+=[^,]*)*", mesh):
-        pairs = [item.split("=", 1) for item in mesh.split(",")]
-        if len({axis for axis, _ in pairs}) < len(pairs):
-            raise UserError(f"mesh {mesh!r} names an axis twice")
-        sizes = {axis: int(size) if size.isdecimal() else size for axis, size in pairs}
-        return _shape(mesh, {axis: 1 for axis in AXES} | sizes)
+    name, *words = mesh.split(",")
+    given: dict[str, object] = {} if dispatcher is None else {"dispatcher": dispatcher}
+    if "=" in name:
+        words, values = [name, *words], {axis: 1 for axis in AXES}
+    else:
+        values = _read_file(name)
+    pairs = [word.partition("=") for word in words]
+    if len({key for key, _, _ in pairs}) < len(pairs):
+        raise UserError(f"mesh {mesh!r} names a key twice")
+    typed = {key: _number(value) for key, _, value in pairs}
+    label = mesh if words else Path(name).stem
+    return _shape(label, values | typed | given)
+
+
+def _read_file(mesh: str) -> dict:
     path = Path(mesh)
     if path.suffix != ".toml":
         path = _folder() / f"{mesh}.toml"
@@ -74,9 +138,19 @@ def read_mesh(mesh: str) -> MeshShape:
             hint = f"did you mean {near[0]}? " if near else ""
             raise UserError(f"no mesh {mesh!r}; {hint}there are {', '.join(mesh_names())}")
     try:
-        return _shape(path.stem, tomllib.loads(path.read_text()))
+        return tomllib.loads(path.read_text())
     except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
         raise UserError(f"mesh file {path}: {getattr(error, 'strerror', None) or error}") from None
+
+
+def _number(text: str) -> int | float | str:
+    """A number if it is one; other text is for the key's own check to refuse."""
+    for kind in (int, float):
+        try:
+            return kind(text)
+        except ValueError:
+            pass
+    return text
 
 
 def _folder() -> Path:
@@ -84,18 +158,23 @@ def _folder() -> Path:
 
 
 def _shape(name: str, values: dict) -> MeshShape:
-    unknown = sorted(values.keys() - set(AXES))
+    extra = [field.name for field in fields(Exchange)]
+    unknown = sorted(values.keys() - {*AXES, *extra})
     missing = [axis for axis in AXES if axis not in values]
     if unknown or missing:
         raise UserError(
-            f"mesh {name} must have the keys {', '.join(AXES)}; "
+            f"mesh {name} must have the keys {', '.join(AXES)} and may have {', '.join(extra)}; "
             + "; ".join(
                 f"{what} {', '.join(keys)}"
                 for what, keys in (("unknown", unknown), ("missing", missing))
                 if keys
             )
         )
-    return MeshShape(name=name, **values)
+    try:
+        exchange = Exchange(**{key: values[key] for key in extra if key in values})
+    except UserError as error:
+        raise UserError(f"mesh {name}: {error}") from None
+    return MeshShape(name=name, exchange=exchange, **{axis: values[axis] for axis in AXES})
 
 
 def simulate_devices(count: int | None, shape: MeshShape) -> None:

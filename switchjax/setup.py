@@ -26,7 +26,7 @@ def check(config: RunConfig) -> MeshShape:
     Raises:
         UserError: naming the numbers that do not fit.
     """
-    shape = mesh.read_mesh(config.mesh)
+    shape = mesh.read_mesh(config.mesh, config.dispatcher)
     layout.check(
         config.model,
         shape,

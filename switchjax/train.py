@@ -67,7 +67,7 @@ def train(config: RunConfig, console: Console | None = None) -> Result:
             stack.enter_context(jax.set_mesh(mesh))
             checkpoints = _open_checkpoints(config, console)
             stack.callback(checkpoints.close)
-            run = _Run(config, Layout(), data, checkpoints, console)
+            run = _Run(config, Layout.of(shape), data, checkpoints, console)
             start = _start(run)
             write_config(config)
             _say(

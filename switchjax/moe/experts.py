@@ -1,13 +1,17 @@
 """The experts' weights and what they compute. Knows nothing of tokens' origins or of routing."""
 
+from typing import NamedTuple
+
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from jax import Array
-from jaxtyping import Float
+from jax import Array, lax
+from jaxtyping import Float, Int
 
 from switchjax.config import ModelConfig
 from switchjax.layout import Layout
+from switchjax.moe.dispatch.interface import Tokens
+from switchjax.moe.grouped import grouped_ffn, run_starts
 from switchjax.nn.init import weight
 
 
@@ -29,18 +33,68 @@ class Experts(nnx.Module):
         )
 
 
-def hidden(
-    x_eRD: Float[Array, "e R D"],
-    w_in_eDf: Float[Array, "e D f"],
-    w_gate_eDf: Float[Array, "e D f"] | None,
-) -> Float[Array, "e R f"]:
-    """Activations of my slice of my experts' hidden dim."""
-    h_eRf = jnp.einsum("erd,edf->erf", x_eRD, w_in_eDf)
-    if w_gate_eDf is None:
-        return jax.nn.relu(h_eRf)
-    return h_eRf * jax.nn.gelu(jnp.einsum("erd,edf->erf", x_eRD, w_gate_eDf))
+class Dropout(NamedTuple):
+    """On hidden activations, keyed by token and expert, so that it moves with no buffer.
+
+    Every device draws the whole hidden dim and keeps its slice, so that the numbers do not depend
+    on how the dim is split.
+    """
+
+    rate: float
+    key: Array
+    expert_e: Array  # the logical number of each expert here
+    d_ff: int
+    start: Array  # of my slice of the hidden dim
+
+    def factor(self, place: Array, expert: Array, width: int) -> Array:
+        """0 or 1 / (1 - rate) for `width` activations of each row [..., width].
+
+        Args:
+            place: the row's token: its row in the whole batch and position in it, int32 [..., 2].
+            expert: index into the experts here [...].
+        """
+
+        def of_row(row: Array, position: Array, expert: Array) -> Array:
+            key = self.key
+            for number in (row, position, expert):
+                key = jax.random.fold_in(key, number)
+            uniform_F = jax.random.uniform(key, (self.d_ff,))
+            return lax.dynamic_slice_in_dim(uniform_F, self.start, width)
+
+        of_rows = jnp.vectorize(of_row, signature="(),(),()->(f)")
+        uniform = of_rows(place[..., 0], place[..., 1], self.expert_e[expert])
+        return jnp.where(uniform >= self.rate, 1 / (1 - self.rate), 0)
 
 
-def output(h_eRf: Float[Array, "e R f"], w_out_efD: Float[Array, "e f D"]) -> Float[Array, "e R D"]:
-    """My slice's part of the outputs: the sum over the model axis is the whole."""
-    return jnp.einsum("erf,efd->erd", h_eRf, w_out_efD)
+class ExpertsHere(NamedTuple):
+    """This device's experts, or its slice of their hidden dim, as dispatchers call them."""
+
+    w_in_eDf: Float[Array, "e D f"]
+    w_gate_eDf: Float[Array, "e D f"] | None
+    w_out_efD: Float[Array, "e f D"]
+    dropout: Dropout | None
+
+    def on_slots(self, tokens: Tokens) -> Float[Array, "e R D"]:
+        """Outputs for R slots of each expert [e, R, D]; a slice's part, where it has a slice."""
+        h_eRf = jnp.einsum("erd,edf->erf", tokens.x, self.w_in_eDf)
+        if self.w_gate_eDf is None:
+            h_eRf = jax.nn.relu(h_eRf)
+        else:
+            h_eRf *= jax.nn.gelu(jnp.einsum("erd,edf->erf", tokens.x, self.w_gate_eDf))
+        if self.dropout is not None and tokens.place is not None:
+            e, _, f = h_eRf.shape
+            factor_eRf = self.dropout.factor(tokens.place, jnp.arange(e)[:, None], f)
+            h_eRf *= factor_eRf.astype(h_eRf.dtype)
+        return jnp.einsum("erf,efd->erd", h_eRf, self.w_out_efD)
+
+    def on_runs(self, tokens: Tokens, sizes_e: Int[Array, "e"], block: int) -> Float[Array, "N D"]:
+        """Outputs for rows sorted by expert [N, D], as `grouped.grouped_ffn` has them."""
+        factor_Nf = None
+        if self.dropout is not None and tokens.place is not None:
+            N, f = tokens.x.shape[0], self.w_in_eDf.shape[-1]
+            start_e = run_starts(sizes_e, block)
+            expert_N = jnp.searchsorted(start_e, jnp.arange(N), side="right") - 1
+            factor_Nf = self.dropout.factor(tokens.place, expert_N, f).astype(tokens.x.dtype)
+        return grouped_ffn(
+            tokens.x, sizes_e, self.w_in_eDf, self.w_gate_eDf, self.w_out_efD, factor_Nf, block
+        )

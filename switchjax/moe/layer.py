@@ -1,4 +1,4 @@
-"""The Switch layer: route, dispatch, experts, combine. The package's only `shard_map`."""
+"""The Switch layer: route, dispatch to experts and back. The package's only `shard_map`."""
 
 from functools import partial
 from typing import Any, NamedTuple
@@ -7,16 +7,24 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax import Array, lax
-from jaxtyping import Bool, Float
+from jaxtyping import Bool, Float, Int
 
-from switchjax.axes import EXPERT, MODEL, TOKENS
+from switchjax.axes import MODEL, TOKENS
 from switchjax.config import ModelConfig
 from switchjax.layout import Layout
 from switchjax.moe import routing
-from switchjax.moe.dispatch import all_to_all
-from switchjax.moe.experts import Experts, hidden, output
+from switchjax.moe.dispatch import all_gather, all_to_all, local, placement, ragged
+from switchjax.moe.dispatch.interface import Dispatcher, Plan, Tokens
+from switchjax.moe.experts import Dropout, Experts, ExpertsHere
 from switchjax.nn.init import weight
 from switchjax.nn.noise import Noise
+
+DISPATCHERS: dict[str, Dispatcher] = {
+    "all_to_all": all_to_all.dispatch,
+    "all_gather": all_gather.dispatch,
+    "ragged": ragged.dispatch,
+    "local": local.dispatch,
+}
 
 
 class RouterStats(NamedTuple):
@@ -26,6 +34,7 @@ class RouterStats(NamedTuple):
     z: Array  # loss, float32
     load_E: Array  # choices of each expert before drops, int32
     dropped: Array  # choices without a slot, int32
+    fell_back: Array  # 1 if any device's buffer was too small and the slower way was taken, int32
 
 
 class SwitchLayer(nnx.Module):
@@ -51,13 +60,17 @@ class SwitchLayer(nnx.Module):
         x_BLD: Float[Array, "B L D"],
         real_BL: Bool[Array, "B L"],
         noise: Noise | None,
+        placement_E: Int[Array, "E"] | None = None,
     ) -> tuple[Float[Array, "B L D"], RouterStats]:
         """The experts' outputs, exactly 0 for dropped tokens and padding.
 
         Args:
             noise: of training; None at evaluation, which by default drops nothing.
+            placement_E: where each expert's weights are among those of `experts`; None = in order.
         """
         layout, experts, dtype = self.layout, self.experts, x_BLD.dtype
+        if placement_E is None:
+            placement_E = jnp.arange(self.config.num_experts)
         gate = experts.w_gate_EDF
         weights = Weights(
             self.router_DE[...],
@@ -73,16 +86,17 @@ class SwitchLayer(nnx.Module):
             layout.w_out_efd,
         )
         mapped = jax.shard_map(
-            partial(_switch, self.config),
+            partial(_switch, self.config, layout),
             in_specs=(
                 layout.tokens_bld,
                 layout.tokens_bl,
                 None if noise is None else Noise(*noise_specs),
                 Weights(*weight_specs),
+                layout.whole,
             ),
             out_specs=(layout.tokens_bld, layout.whole),
         )
-        return mapped(x_BLD, real_BL, noise, weights)
+        return mapped(x_BLD, real_BL, noise, weights, placement_E)
 
 
 class Weights(NamedTuple):
@@ -95,15 +109,20 @@ class Weights(NamedTuple):
 
 
 def _switch(
-    config: ModelConfig, x_bLD: Array, real_bL: Array, noise: Noise | None, weights: Weights
+    config: ModelConfig,
+    layout: Layout,
+    x_bLD: Array,
+    real_bL: Array,
+    noise: Noise | None,
+    weights: Weights,
+    placement_E: Array,
 ) -> tuple[Array, RouterStats]:
     """The layer as one device sees it: my rows of tokens, my experts, my slice of their hidden."""
     b, L, D = x_bLD.shape
-    E, group_size = config.num_experts, config.group_size or L
-    training = noise is not None
-    factor = config.capacity_factor if training else config.eval_capacity_factor
+    E, group_size, exchange = config.num_experts, config.group_size or L, layout.exchange
+    factor = config.eval_capacity_factor if noise is None else config.capacity_factor
     num_slots = group_size
-    if factor is not None:
+    if factor is not None and exchange.dispatcher != "ragged":
         num_slots = routing.capacity(group_size, E, config.top_k, factor)
 
     with jax.named_scope("route"):
@@ -112,28 +131,47 @@ def _switch(
         real_gT = real_bL.reshape(-1, group_size)
         choice = routing.route(logits_gTE, real_gT, top_k=config.top_k, capacity=num_slots)
         sums = lax.psum(routing.router_sums(logits_gTE, real_gT, choice), TOKENS)
-        stats = RouterStats(
-            routing.balance_loss(sums), routing.z_loss(sums), sums.assigned_E, sums.dropped
-        )
-    with jax.named_scope("dispatch"):
-        plan = all_to_all.plan(choice, E, num_slots)
-        # Varying over `model` from here to the psum below: the sums over the model axis then run
-        # on tokens, in both directions, and not on the longer exchange buffers.
-        x_TD = lax.pcast(x_bLD.reshape(-1, D), MODEL, to="varying")
-        x_eRD = all_to_all.dispatch(x_TD, plan, E)
-    with jax.named_scope("experts"):
-        h_eRf = hidden(x_eRD, weights.w_in_EDF, weights.w_gate_EDF)
-        rate = config.dropout if config.expert_dropout is None else config.expert_dropout
-        if training and rate > 0:
-            place_eR2 = all_to_all.dispatch(_places(noise, L), plan, E)
-            h_eRf = _expert_dropout(h_eRf, rate, noise, place_eR2, config.d_ff)
-        y_eRD = output(h_eRf, weights.w_out_EFD)
+        choice = placement.to_lanes(choice, placement_E, exchange.experts)
+
+    dropout = _expert_dropout(config, layout, noise, placement_E, weights.w_in_EDF.shape[-1])
+    experts = ExpertsHere(weights.w_in_EDF, weights.w_gate_EDF, weights.w_out_EFD, dropout)
+    # Varying over `model` from here to the psum below: the sums over the model axis then run
+    # on tokens, in both directions, and not on the longer exchange buffers.
+    x_TD = lax.pcast(x_bLD.reshape(-1, D), MODEL, to="varying")
+    tokens = Tokens(x_TD, None if dropout is None else _places(noise, L))
+    plan = Plan(placement.num_lanes(E, exchange.experts), num_slots, exchange)
+    y_TD, fell_back = _in_chunks(tokens, choice, experts, plan)
     with jax.named_scope("combine"):
-        y_TQD = all_to_all.combine(y_eRD, plan)
-        gate_TQ = choice.gate_GTQ.reshape(-1, config.top_k)
-        y_TD = jnp.einsum("tqd,tq->td", y_TQD.astype(jnp.float32), gate_TQ).astype(x_bLD.dtype)
         y_bLD = lax.psum(y_TD, MODEL).reshape(b, L, D)
-    return y_bLD, stats
+    return y_bLD, RouterStats(
+        balance=routing.balance_loss(sums),
+        z=routing.z_loss(sums),
+        load_E=sums.assigned_E,
+        dropped=sums.dropped,
+        fell_back=fell_back,
+    )
+
+
+def _in_chunks(
+    tokens: Tokens, choice: routing.Routing, experts: ExpertsHere, plan: Plan
+) -> tuple[Array, Array]:
+    """The dispatcher's result, of some of the groups at a time.
+
+    Nothing joins the chunks but the sum of the weights' gradients, so that one's compute can run
+    beside another's exchange.
+    """
+    chunks = plan.exchange.chunks
+    parts = jax.tree.map(lambda x: jnp.split(x, chunks), (tokens, choice))
+    dispatch = DISPATCHERS[plan.exchange.dispatcher]
+    results = []
+    for i in range(chunks):
+        part = jax.tree.map(lambda x: x[i], parts, is_leaf=lambda x: isinstance(x, list))
+        results.append(dispatch(*part, experts, plan))
+    y_TD = jnp.concatenate([y_TD for y_TD, _ in results])
+    fell_back = jnp.stack([fell_back for _, fell_back in results]).max()
+    if differs := tuple(jax.typeof(fell_back).mat.varying):
+        fell_back = lax.pmax(fell_back, differs)
+    return y_TD, fell_back
 
 
 def _router_logits(
@@ -158,23 +196,22 @@ def _places(noise: Noise, length: int) -> Array:
     return jnp.stack([row_bL.reshape(-1), position_bL.reshape(-1)], axis=-1)
 
 
-def _expert_dropout(h_eRf: Array, rate: float, noise: Noise, place_eR2: Array, d_ff: int) -> Array:
-    """Dropout on the experts' hidden activations, keyed by token and expert, not by slot.
+def _expert_dropout(
+    config: ModelConfig, layout: Layout, noise: Noise | None, placement_E: Array, width: int
+) -> Dropout | None:
+    """Of this device's experts.
 
-    Every device of the model axis draws the whole hidden dim and keeps its slice, so that the
-    numbers do not depend on how the dim is split.
+    Args:
+        width: of this device's slice of the experts' hidden dim.
     """
-    e, _, f = h_eRf.shape
-    key = noise.at(1).key
-    expert_e1 = (lax.axis_index(EXPERT) * e + jnp.arange(e))[:, None]
-    start = lax.axis_index(MODEL) * f
-
-    def of_slot(row: Array, position: Array, expert: Array) -> Array:
-        slot_key = key
-        for number in (row, position, expert):
-            slot_key = jax.random.fold_in(slot_key, number)
-        return lax.dynamic_slice_in_dim(jax.random.uniform(slot_key, (d_ff,)), start, f)
-
-    of_slots = jnp.vectorize(of_slot, signature="(),(),()->(f)")
-    uniform_eRf = of_slots(place_eR2[..., 0], place_eR2[..., 1], expert_e1)
-    return jnp.where(uniform_eRf >= rate, h_eRf / (1 - rate), 0).astype(h_eRf.dtype)
+    rate = config.dropout if config.expert_dropout is None else config.expert_dropout
+    if noise is None or rate == 0:
+        return None
+    folded = layout.exchange.experts == "folded"
+    return Dropout(
+        rate=rate,
+        key=noise.at(1).key,
+        expert_e=placement.experts_here(placement_E, layout.exchange.experts),
+        d_ff=config.d_ff,
+        start=jnp.int32(0) if folded else lax.axis_index(MODEL) * width,
+    )

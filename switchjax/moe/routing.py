@@ -66,12 +66,12 @@ def route(
     if top_k > 1:
         gate_GTQ /= gate_GTQ.sum(axis=-1, keepdims=True)
     expert_GTQ = jnp.where(real_GT[..., None], expert_GTQ, num_experts)
-    slot_GTQ = _queue_places(expert_GTQ, num_experts)
+    slot_GTQ = queue_places(expert_GTQ, num_experts)
     kept_GTQ = real_GT[..., None] & (slot_GTQ < capacity)
     return Routing(expert_GTQ, slot_GTQ, gate_GTQ, kept_GTQ)
 
 
-def _queue_places(expert_GTQ: Int[Array, "G T Q"], num_experts: int) -> Int[Array, "G T Q"]:
+def queue_places(expert_GTQ: Int[Array, "G T Q"], num_experts: int) -> Int[Array, "G T Q"]:
     """How many earlier choices of the group asked for the same expert."""
     G, T, Q = expert_GTQ.shape
     expert_GP = expert_GTQ.swapaxes(1, 2).reshape(G, Q * T)  # P: choice-major places in the queue

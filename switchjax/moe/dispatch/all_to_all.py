@@ -1,31 +1,36 @@
 """Tokens travel to their experts and back by two all-to-alls over the expert axis.
 
 Every device sends each expert the same number of slots, used or not, so shapes are static and the
-capacity decides what drops. Inside `shard_map`.
+capacity decides what drops.
 """
 
-from jax import Array, lax
+import jax
+from jax import Array
 
 from switchjax.axes import EXPERT
-from switchjax.moe.dispatch.slots import Slots, assign_slots, fill_slots, read_slots
+from switchjax.moe.dispatch.interface import Experts, Plan, Tokens, gates, never
+from switchjax.moe.dispatch.slots import assign_slots, fill_slots, weighted_sum
+from switchjax.moe.dispatch.wire import swap
 from switchjax.moe.routing import Routing
 
 
-def plan(routing: Routing, num_experts: int, capacity: int) -> Slots:
-    """What `dispatch` and `combine` must agree on."""
-    return assign_slots(routing, num_experts, capacity)
+def dispatch(tokens: Tokens, routing: Routing, experts: Experts, plan: Plan) -> tuple[Array, Array]:
+    """See `interface.Dispatcher`."""
+    devices, wire = jax.lax.axis_size(EXPERT), plan.exchange.wire
 
+    def there(x: Array) -> Array:
+        """Slots of all experts [E · S, D] to those of mine from all devices [e, X · S, D]."""
+        x_XeSD = swap(x.reshape(devices, plan.lanes // devices, -1, x.shape[-1]), wire)
+        return x_XeSD.swapaxes(0, 1).reshape(plan.lanes // devices, -1, x.shape[-1])
 
-def dispatch(x_TD: Array, slots: Slots, num_experts: int) -> Array:
-    """The tokens of my experts [e, R, D], from all devices of the expert group.
+    def back(y_eRD: Array) -> Array:
+        e, _, D = y_eRD.shape
+        return swap(y_eRD.reshape(e, devices, -1, D).swapaxes(0, 1), wire).reshape(-1, D)
 
-    R = devices of the expert group · groups of a device · capacity.
-    """
-    x_ERD = fill_slots(x_TD, slots).reshape(num_experts, -1, x_TD.shape[-1])
-    return lax.all_to_all(x_ERD, EXPERT, split_axis=0, concat_axis=1, tiled=True)
-
-
-def combine(y_eRD: Array, slots: Slots) -> Array:
-    """The experts' outputs for every choice of my tokens [T, Q, D], zeros where it was dropped."""
-    y_ERD = lax.all_to_all(y_eRD, EXPERT, split_axis=1, concat_axis=0, tiled=True)
-    return read_slots(y_ERD.reshape(-1, y_ERD.shape[-1]), slots)
+    with jax.named_scope("dispatch"):
+        slots = assign_slots(routing, plan.lanes, plan.capacity)
+        arrived = jax.tree.map(lambda x: there(fill_slots(x, slots)), tokens)
+    with jax.named_scope("experts"):
+        y_eRD = experts.on_slots(arrived)
+    with jax.named_scope("combine"):
+        return weighted_sum(back(y_eRD), slots, gates(routing)), never()

@@ -31,10 +31,14 @@ def assign_slots(routing: Routing, num_experts: int, capacity: int) -> Slots:
     group_G11 = jnp.arange(G, dtype=jnp.int32)[:, None, None]
     row_GTQ = (routing.expert_GTQ * G + group_G11) * capacity + routing.slot_GTQ
     row_TQ = jnp.where(routing.kept_GTQ, row_GTQ, num_rows).reshape(G * T, Q)
-    num_choices = G * T * Q
-    choice_R = jnp.full(num_rows, num_choices, jnp.int32)
+    return slots_of(row_TQ, num_rows)
+
+
+def slots_of(row_TQ: Int[Array, "T Q"], num_rows: int) -> Slots:
+    """The slots of choices whose rows are known, no two the same; `num_rows` where there is none."""
+    choice_R = jnp.full(num_rows, row_TQ.size, jnp.int32)
     choice_R = choice_R.at[row_TQ.reshape(-1)].set(
-        jnp.arange(num_choices, dtype=jnp.int32), mode="drop"
+        jnp.arange(row_TQ.size, dtype=jnp.int32), mode="drop"
     )
     return Slots(row_TQ, choice_R)
 
@@ -50,6 +54,12 @@ def read_slots(y_RD: Array, slots: Slots) -> Array:
     T, Q = slots.row_TQ.shape
     y_PD = _gather(y_RD, slots.row_TQ.reshape(-1), slots.choice_R[:, None])
     return y_PD.reshape(T, Q, -1)
+
+
+def weighted_sum(y_RD: Array, slots: Slots, gate_TQ: Array) -> Array:
+    """For each token, what came back for its choices, by their gates [T, D]; summed in float32."""
+    y_TQD = read_slots(y_RD, slots).astype(jnp.float32)
+    return jnp.einsum("tqd,tq->td", y_TQD, gate_TQ).astype(y_RD.dtype)
 
 
 @jax.custom_vjp

@@ -1,0 +1,249 @@
+"""Every dispatcher, with both layouts, on every mesh, equals the loop oracle."""
+
+from dataclasses import replace
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import oracle
+import pytest
+from flax import nnx
+from jax import P
+from small_meshes import GRADIENTS, LAYOUT, NAMES, SHAPES, VALUES, put, use
+from test_layer import (
+    CONFIG,
+    check_gradients,
+    check_stats,
+    expected_of,
+    noise_of,
+    random_tokens,
+    random_weights,
+)
+
+from switchjax.axes import EXPERT
+from switchjax.layout import Layout
+from switchjax.mesh import Exchange
+from switchjax.moe.dispatch import wire
+from switchjax.moe.layer import SwitchLayer
+
+DISPATCHERS = ("all_to_all", "all_gather", "ragged", "local")
+DROPS, NO_DROPS = 1.5, 8.0
+EXPERTS = 8
+
+
+def make_layer(config, weights, layout):
+    layer = jax.eval_shape(lambda: SwitchLayer(jax.random.key(0), config, layout))
+    layer.router_DE = nnx.Param(put(weights.router, layout.router_de))
+    layer.experts.w_in_EDF = nnx.Param(put(weights.w_in, layout.w_in_edf))
+    layer.experts.w_out_EFD = nnx.Param(put(weights.w_out, layout.w_out_efd))
+    if weights.w_gate is not None:
+        layer.experts.w_gate_EDF = nnx.Param(put(weights.w_gate, layout.w_in_edf))
+    return layer
+
+
+@jax.jit
+def both_ways(layer, x_BLD, real_BL, noise, placement_E, cotangents):
+    def objective(layer, x_BLD):
+        y_BLD, stats = layer(x_BLD, real_BL, noise, placement_E)
+        total = (y_BLD * cotangents.y).sum()
+        total += cotangents.aux_coefficient * stats.balance + cotangents.z_coefficient * stats.z
+        return total, (y_BLD, stats)
+
+    (dlayer, dx_BLD), (y_BLD, stats) = jax.grad(objective, argnums=(0, 1), has_aux=True)(
+        layer, x_BLD
+    )
+    return y_BLD, stats, dx_BLD, dlayer
+
+
+def moved(weights, order_E):
+    """Expert weights in another order."""
+    gate = None if weights.w_gate is None else weights.w_gate[order_E]
+    return replace(weights, w_in=weights.w_in[order_E], w_gate=gate, w_out=weights.w_out[order_E])
+
+
+def results(exchange, given, placement_E):
+    """Output, statistics, gradient of x and of the weights, the experts being placed so."""
+    config, weights, x, real, cotangents, _ = given
+    layout = Layout.of(replace(SHAPES["single"], exchange=exchange))
+    layer = make_layer(config, moved(weights, np.argsort(placement_E)), layout)
+    y, stats, dx, dlayer = jax.device_get(
+        both_ways(
+            layer,
+            put(x, LAYOUT.tokens_bld),
+            put(real, LAYOUT.tokens_bl),
+            noise_of(len(x)),
+            put(placement_E.astype(np.int32), LAYOUT.whole),
+            replace(cotangents, y=put(cotangents.y, LAYOUT.tokens_bld)),
+        )
+    )
+    gate = dlayer.experts.w_gate_EDF
+    dweights = oracle.Weights(
+        router=dlayer.router_DE.get_value(),
+        w_in=dlayer.experts.w_in_EDF.get_value(),
+        w_gate=None if gate is None else gate.get_value(),
+        w_out=dlayer.experts.w_out_EFD.get_value(),
+    )
+    return y, stats, dx, moved(dweights, placement_E)
+
+
+def check(exchange, given, placement_E):
+    """The layer, its experts placed so, equals the oracle."""
+    y, stats, dx, dweights = results(exchange, given, placement_E)
+    expected = given[-1]
+    check_stats(stats, expected)
+    np.testing.assert_allclose(y, expected.y, **VALUES)
+    assert (y[(expected.y == 0).all(axis=-1)] == 0).all()  # dropped and padding: exactly
+    np.testing.assert_allclose(dx, expected.dx, **GRADIENTS)
+    check_gradients(dweights, expected.dweights)
+    return stats
+
+
+@pytest.mark.mesh
+@pytest.mark.parametrize("top_k", [1, 2])
+@pytest.mark.parametrize("mesh", NAMES)
+@pytest.mark.parametrize("experts", ["separate", "folded"])
+@pytest.mark.parametrize("dispatcher", DISPATCHERS)
+def test_every_way_equals_the_oracle(dispatcher, experts, mesh, top_k):
+    """Values, gradients, drops, loads and losses, with the experts' weights in a random order."""
+    if dispatcher == "local" and SHAPES[mesh].expert > 1:
+        with pytest.raises(Exception, match="local"):
+            replace(SHAPES[mesh], exchange=Exchange(dispatcher="local"))
+        return
+    factor = NO_DROPS if dispatcher == "ragged" else DROPS
+    activation = "geglu" if top_k == 2 else "relu"
+    given = expected_of(factor, top_k, activation, None, 0.3)
+    placement_E = np.random.default_rng(len(mesh)).permutation(EXPERTS)
+    with use(mesh):
+        check(Exchange(dispatcher=dispatcher, experts=experts), given, placement_E)
+
+
+BOUNDED = [("all_gather", 1.5, 0), ("all_gather", 0.25, 1), ("ragged", 1.9, 0), ("ragged", 0.3, 1)]
+
+
+@pytest.mark.mesh
+@pytest.mark.parametrize("experts", ["separate", "folded"])
+@pytest.mark.parametrize("mesh", ["expert8", "data2_expert2_model2"])
+@pytest.mark.parametrize("dispatcher, buffer, fell_back", BOUNDED)
+def test_bounded_buffers(dispatcher, buffer, fell_back, mesh, experts):
+    """The same numbers whether the buffer holds what comes or the slower way is taken."""
+    factor = NO_DROPS if dispatcher == "ragged" else DROPS
+    given = expected_of(factor, 2, "relu", None, 0.3)
+    with use(mesh):
+        exchange = Exchange(dispatcher=dispatcher, experts=experts, buffer=buffer)
+        stats = check(exchange, given, np.arange(EXPERTS))
+    assert stats.fell_back == fell_back
+
+
+@pytest.mark.mesh
+@pytest.mark.parametrize("chunks", [2, 4])
+@pytest.mark.parametrize("dispatcher", ["all_to_all", "all_gather", "ragged"])
+def test_chunks_change_nothing(dispatcher, chunks):
+    """Four groups of a device, some at a time."""
+    factor = NO_DROPS if dispatcher == "ragged" else DROPS
+    given = expected_of(factor, 1, "geglu", 8, 0.3)
+    with use("data2_expert2_model2"):
+        check(Exchange(dispatcher=dispatcher, chunks=chunks), given, np.arange(EXPERTS))
+
+
+# --- Noise ------------------------------------------------------------------------------------
+
+
+def with_dropout(mesh, exchange):
+    """Output where half of the hidden activations are dropped, which depends on every key."""
+    config = replace(CONFIG, expert_dropout=0.5, capacity_factor=NO_DROPS)
+    layout = Layout.of(replace(SHAPES["single"], exchange=exchange))
+    x, real = random_tokens()
+    placement_E = np.random.default_rng(1).permutation(EXPERTS).astype(np.int32)
+    weights = moved(random_weights(config), np.argsort(placement_E))
+    with use(mesh):
+        y, _ = jax.jit(SwitchLayer.__call__)(
+            make_layer(config, weights, layout),
+            put(x, layout.tokens_bld),
+            put(real, layout.tokens_bl),
+            noise_of(len(x)),
+            put(placement_E, layout.whole),
+        )
+        return jax.device_get(y)
+
+
+@pytest.mark.parametrize("experts", ["separate", "folded"])
+@pytest.mark.parametrize(
+    "dispatcher, buffer", [("all_to_all", None), ("all_gather", 0.2), ("ragged", None)]
+)
+def test_dropout_goes_with_the_token_and_the_expert(dispatcher, buffer, experts):
+    """Not with the buffer, the device or the physical place of the expert."""
+    expected = with_dropout("single", Exchange(dispatcher="local"))
+    exchange = Exchange(dispatcher=dispatcher, experts=experts, buffer=buffer)
+    y = with_dropout("data2_expert2_model2", exchange)
+    np.testing.assert_allclose(y, expected, **VALUES)
+
+
+# --- The wire ---------------------------------------------------------------------------------
+
+
+@partial(jax.jit, static_argnames=("kind", "wire"))
+def travel(x, kind, wire):
+    """One move of `x` [X · X, rows, D] over the expert axis, and a gradient going back."""
+
+    def local(x):
+        return kind(x, wire)
+
+    move = jax.shard_map(local, in_specs=P(EXPERT), out_specs=P(EXPERT))
+    y, vjp = jax.vjp(move, x)
+    feature_D = jnp.cos(jnp.arange(x.shape[-1], dtype=x.dtype))
+    return y, vjp(jnp.ones_like(y) * feature_D.reshape((1,) * (y.ndim - 1) + (-1,)))[0]
+
+
+@pytest.mark.parametrize("kind", [wire.swap, wire.gather, wire.scatter_sum])
+@pytest.mark.parametrize(
+    "name, error, error_back", [("bfloat16", 2**-8, 2**-8), ("float8", 2**-4, 2**-3)]
+)
+def test_a_narrow_wire_rounds_each_row_once(kind, name, error, error_back):
+    """By a share of the row's own largest value, whatever other rows hold."""
+    rng = np.random.default_rng(0)
+    x = rng.standard_normal((16, 3, 8)).astype(np.float32)
+    if kind is not wire.scatter_sum:
+        x *= (10.0 ** rng.integers(-20, 20, (16, 3, 1))).astype(np.float32)
+    x[:, 1] = 0  # its scale must not be 0
+    with use("expert=4"):
+        narrow, exact = (travel(put(x, P(EXPERT)), kind, n) for n in (name, "compute"))
+        (y, dx), (exact_y, exact_dx) = jax.device_get((narrow, exact))
+    largest = np.abs(exact_y).max(axis=-1, keepdims=True)
+    added = 4 if kind is wire.scatter_sum else 1
+    assert (np.abs(y - exact_y) <= added * error * largest).all() and (y != exact_y).any()
+    added = 4 if kind is wire.gather else 1
+    assert np.abs(dx - exact_dx).max() <= added * error_back and (dx != exact_dx).any()
+
+
+def test_a_broken_row_stays_broken_on_the_wire():
+    """Infinity and NaN come out as NaN, for the step to notice."""
+    x = np.ones((4, 2, 4), np.float32)
+    x[1, 0, 2], x[2, 1, 1] = np.inf, np.nan
+    with use("expert=2"):
+        y = jax.device_get(travel(put(x, P(EXPERT)), wire.swap, "float8")[0])
+    assert np.isnan(y).any(axis=-1).sum() == 2
+
+
+@pytest.mark.parametrize("name, error", [("bfloat16", 0.01), ("float8", 0.1)])
+@pytest.mark.parametrize("experts", ["separate", "folded"])
+@pytest.mark.parametrize(
+    "dispatcher, buffer",
+    [("all_to_all", None), ("all_gather", None), ("all_gather", 1.5), ("ragged", None),
+     ("ragged", 0.3)],
+)  # fmt: skip
+def test_a_narrow_wire_suits_every_dispatcher(dispatcher, buffer, experts, name, error):
+    """Close to the oracle, and not equal; drops, loads and losses are exact."""
+    given = expected_of(NO_DROPS, 2, "geglu", None, 0.3)
+    config, weights, x, real, cotangents, expected = given
+    exchange = Exchange(dispatcher=dispatcher, experts=experts, buffer=buffer, wire=name)
+    with use("data2_expert2_model2"):
+        y, stats, dx, dweights = results(exchange, given, np.arange(EXPERTS))
+    check_stats(stats, expected)
+    for ours, exact in (
+        (y, expected.y),
+        (dx, expected.dx),
+        (dweights.w_in, expected.dweights.w_in),
+    ):
+        distance = np.linalg.norm(ours - exact) / np.linalg.norm(exact)
+        assert 1e-5 < distance < error

@@ -31,6 +31,7 @@ STEP_METRICS = (
     "load_max",
     "load_min",
     "dead_experts",
+    "fallback_share",
     "tokens_per_second",
     "seconds",
 )

@@ -29,6 +29,7 @@ from switchjax.evaluate import EvalStep, evaluate
 from switchjax.layout import Layout
 from switchjax.metrics import StepMetrics, router_record
 from switchjax.model import switch_layer_names
+from switchjax.moe.layer import RouterStats
 from switchjax.runlog import RunLog
 from switchjax.saved_steps import named_leaves
 from switchjax.state import TrainState, abstract_state, count_parameters, init_state
@@ -259,6 +260,7 @@ class _Report:
 
     def __init__(self, log: RunLog, tokens: int):
         self.tokens = tokens
+        self._steps = self._fell_back = 0
         self._log = log
         self._waiting: tuple[int, StepMetrics] | None = None
         self._began = self._last = time.perf_counter()
@@ -288,6 +290,7 @@ class _Report:
         record = {"step": step, "tokens": self.tokens}
         record |= {name: float(getattr(metrics, name)) for name in names}
         record |= router_record(metrics.router)
+        record["fallback_share"] = self._count_fallback(metrics.router)
         record["tokens_per_second"] = int(metrics.tokens) / (time_now - self._last)
         record["seconds"] = time_now - self._began
         self._last = time_now
@@ -295,6 +298,12 @@ class _Report:
         for name in names:
             if not math.isfinite(record[name]):
                 raise NonFiniteError(f"step {step}: {name} is {record[name]}")
+
+    def _count_fallback(self, router: RouterStats | None) -> float:
+        """Share of this process's steps in which a buffer was too small and the slow way taken."""
+        self._steps += 1
+        self._fell_back += router is not None and bool(router.fell_back.any())
+        return self._fell_back / self._steps
 
 
 @contextmanager

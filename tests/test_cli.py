@@ -145,7 +145,7 @@ MISTAKES = {
         "^--model.dtype: expected one of float32, bfloat16, got 'float64'$",
     ),
     "no number": ("--steps many", "^--steps: expected INT, got 'many'$"),
-    "no whole number": ("--devices 1.5", r"^--devices: expected \{None\}\|INT, got '1.5'$"),
+    "no whole number": ("--devices 1.5", r"^--devices: expected \{None\}\|INT, got 1.5$"),
     "no value": ("--steps", "^--steps needs a value$"),
     # Sizes that are none.
     "d_model": ("--model.d-model 0", "^model.d_model must be positive, got 0$"),
@@ -166,7 +166,7 @@ MISTAKES = {
     "negative seed": ("--seed -1", "run.seed must be 0 or more, got -1"),
     "devices 0": ("--devices 0", "run.devices must be positive, got 0"),
     "mesh size": ("--mesh data=0", "data must be a positive integer, got 0"),
-    "mesh half": ("--mesh data=1.5", "data must be a positive integer, got '1.5'"),
+    "mesh half": ("--mesh data=1.5", "data must be a positive integer, got 1.5"),
     # Text.
     "glob": ("--data.files {folder}/*.text", r"no file matches '.*/\*\.text'"),
     "second glob": ("--data.files {folder}/good.txt {folder}/x*", "no file matches '.*/x.'"),

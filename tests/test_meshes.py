@@ -16,6 +16,7 @@ from switchjax.axes import AXES
 from switchjax.errors import UserError
 from switchjax.layout import Layout
 from switchjax.mesh import (
+    Exchange,
     MeshShape,
     make_mesh,
     make_submesh,
@@ -23,6 +24,7 @@ from switchjax.mesh import (
     read_mesh,
     use_abstract_mesh,
 )
+from switchjax.moe.experts import Experts
 from switchjax.state import init_state
 from switchjax.step import train_step
 
@@ -46,7 +48,7 @@ def test_every_mesh_type_checks_the_whole_step(mesh_name, architecture):
     )
     config = builders.run_config(model, rows=128, accumulation=2)
     batch = builders.random_batch(model, rows=128)
-    specs = Layout()
+    specs = Layout.of(read_mesh(mesh_name))
     with use_abstract_mesh(read_mesh(mesh_name)):
         mesh = jax.sharding.get_abstract_mesh()
         placed = jax.tree.map(
@@ -81,6 +83,10 @@ def test_one_mesh_file_needs_512_devices():
 SHAPE_222 = builders.sizes(2, 2, 2)
 
 
+def exchanging(expert: int, model: int, **exchange) -> MeshShape:
+    return replace(builders.sizes(1, expert, model), exchange=Exchange(**exchange))
+
+
 @pytest.mark.parametrize(
     ("model", "shape", "rows", "accumulation", "numbers"),
     [
@@ -103,6 +109,25 @@ SHAPE_222 = builders.sizes(2, 2, 2)
         (dict(group_size=5), SHAPE_222, 8, 1, ("group_size = 5", "micro-batch = 32")),
         (dict(group_size=32), SHAPE_222, 8, 1, ("group_size = 32", "micro-batch = 16")),
         (dict(group_size=16), SHAPE_222, 8, 2, ("group_size = 16", "micro-batch = 8")),
+        # Folded experts are over both axes.
+        (
+            dict(),
+            exchanging(2, 8, experts="folded"),
+            16,
+            1,
+            ("expert * model = 16", "model.num_experts = 8"),
+        ),
+        (dict(num_heads=6), exchanging(1, 4, experts="folded"), 8, 1, ("model.num_heads = 6",)),
+        # 8 rows on 2 devices: 4 groups of 16 and 4 of 8 tokens.
+        (dict(), exchanging(2, 1, chunks=3), 8, 1, ("chunks = 3", "micro-batch = 4", "16 a group")),
+        (dict(group_size=32), exchanging(2, 1, chunks=2), 8, 1, ("chunks = 2", "micro-batch = 1")),
+        (
+            dict(eval_capacity_factor=2.0),
+            exchanging(2, 1, dispatcher="ragged"),
+            8,
+            1,
+            ("ragged drops nothing", "eval_capacity_factor 2.0"),
+        ),
     ],
 )
 def test_sizes_that_do_not_divide_are_refused(model, shape, rows, accumulation, numbers):
@@ -155,11 +180,44 @@ def test_a_mesh_by_its_sizes():
 
 
 def test_the_name_of_a_mesh_file_says_its_sizes():
-    """Axes of size 1 are left out of the name."""
+    """Axes of size 1 are left out of the name; that experts are folded is part of it."""
     for name in mesh_names():
         shape = read_mesh(name)
         split = [f"{axis}{size}" for axis, size in zip(AXES, shape.sizes, strict=True) if size > 1]
-        assert name == ("_".join(split) or "single")
+        folded = ["folded"] * (shape.exchange.experts == "folded")
+        assert name == "_".join([*(split or ["single"]), *folded])
+
+
+def test_a_mesh_file_says_how_tokens_reach_experts(tmp_path):
+    path = tmp_path / "mine.toml"
+    path.write_text(
+        'data = 2\nexpert = 4\nmodel = 1\nexperts = "folded"\n'
+        'dispatcher = "ragged"\nwire = "float8"\nchunks = 2\nbuffer = 1.5\n'
+    )
+    exchange = Exchange(experts="folded", dispatcher="ragged", wire="float8", chunks=2, buffer=1.5)
+    assert read_mesh(str(path)).exchange == exchange
+    assert read_mesh("expert8").exchange == Exchange()
+
+
+def test_keys_after_a_name_replace_those_of_its_file():
+    shape = read_mesh("data2_model4_folded,dispatcher=local,model=2")
+    assert shape.sizes == (2, 1, 2)
+    assert shape.exchange == Exchange(experts="folded", dispatcher="local")
+    assert shape.name == "data2_model4_folded,dispatcher=local,model=2"
+    assert read_mesh("expert8", "ragged").exchange.dispatcher == "ragged"
+    assert read_mesh("expert=8,buffer=2,dispatcher=ragged").exchange.buffer == 2
+
+
+@pytest.mark.parametrize("experts", ["separate", "folded"])
+def test_where_the_layout_puts_the_experts(experts):
+    layout = Layout.of(replace(SHAPE_222, exchange=Exchange(experts=experts)))
+    config = replace(builders.MODEL, d_model=4, d_ff=6)
+    with jax.set_mesh(make_mesh(SHAPE_222)):
+        made = jax.jit(lambda: Experts(jax.random.key(0), config, layout))()
+    shards = {name: x.addressable_shards[0].data.shape for name, x in
+              (("in", made.w_in_EDF[...]), ("out", made.w_out_EFD[...]))}  # fmt: skip
+    separate, folded = {"in": (4, 4, 3), "out": (4, 3, 4)}, {"in": (2, 4, 6), "out": (2, 6, 4)}
+    assert shards == (separate if experts == "separate" else folded)
 
 
 @pytest.mark.parametrize(
@@ -170,6 +228,20 @@ def test_the_name_of_a_mesh_file_says_its_sizes():
         ("data=-2", ("data", "-2")),
         ("data=two", ("data", "two")),
         ("data=2.5", ("data", "2.5")),
+        ("data=2,experts=split", ("experts", "separate, folded", "'split'")),
+        ("data=2,dispatcher=alltoall", ("dispatcher", "all_to_all", "'alltoall'")),
+        ("data=2,wire=fp8", ("wire", "compute, bfloat16, float8", "'fp8'")),
+        ("data=2,chunks=0", ("chunks", "positive integer", "0")),
+        ("data=2,chunks=half", ("chunks", "positive integer", "'half'")),
+        ("data=2,chunks=1.5", ("chunks", "1.5")),
+        ("data=2,dispatcher=ragged,buffer=0", ("buffer", "positive", "0")),
+        ("data=2,dispatcher=ragged,buffer=nan", ("buffer", "nan")),
+        ("data=2,dispatcher=ragged,buffer=big", ("buffer", "'big'")),
+        ("data=2,buffer=2", ("all_to_all", "buffer")),
+        ("expert8,dispatcher=local", ("local", "expert = 1", "expert = 8")),
+        ("data8,dispatcher=local,wire=float8", ("local", "float8")),
+        ("expert8,expert=4,expert=2", ("twice",)),
+        ("expert8,wyre=float8", ("unknown wyre", "wire")),
         ("data=", ("data", "''")),
         ("data=2,data=4", ("data=2,data=4", "twice")),
         ("data=2,pipeline=4", ("pipeline", "data, expert, model")),
@@ -200,6 +272,10 @@ def test_bad_mesh_text_is_refused(text, says):
         ('data = "2"\nexpert = 1\nmodel = 1\n', ("data", "'2'")),
         ("data = 2.0\nexpert = 1\nmodel = 1\n", ("data", "2.0")),
         ("data = \nexpert = 1\n", ("bad.toml",)),
+        ("data = 2\nexpert = 1\nmodel = 1\nchunks = true\n", ("chunks", "True")),
+        ("data = 2\nexpert = 1\nmodel = 1\nwire = 8\n", ("wire", "8")),
+        ("data = 2\nexpert = 1\nmodel = 1\nexperts = [1]\n", ("experts", "[1]")),
+        ('data = 2\nexpert = 1\nmodel = 1\ndispatcher = "ragged"\nbuffer = true\n', ("True",)),
         ("", ("missing data, expert, model",)),
         (b"\xff\xfe", ("bad.toml",)),
     ],

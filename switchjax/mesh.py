@@ -38,7 +38,7 @@ class Exchange:
     """Parts that a device's groups are exchanged in: one's compute beside another's exchange."""
     buffer: float | None = None
     """Rows that a device has room for, over its fair share; a step that needs more takes a slower
-    way with the same numbers. None: 2 for `ragged`; `all_gather` sends every token to every peer."""
+    way to the same numbers. None: 2 for `ragged`; `all_gather` sends each token to each peer."""
 
     def __post_init__(self) -> None:
         for name, choices in (("experts", Experts), ("dispatcher", Dispatcher), ("wire", Wire)):

@@ -138,7 +138,7 @@ def _switch(
     # Varying over `model` from here to the psum below: the sums over the model axis then run
     # on tokens, in both directions, and not on the longer exchange buffers.
     x_TD = lax.pcast(x_bLD.reshape(-1, D), MODEL, to="varying")
-    tokens = Tokens(x_TD, None if dropout is None else _places(noise, L))
+    tokens = Tokens(x_TD, None if dropout is None or noise is None else _places(noise, L))
     plan = Plan(placement.num_lanes(E, exchange.experts), num_slots, exchange)
     y_TD, fell_back = _in_chunks(tokens, choice, experts, plan)
     with jax.named_scope("combine"):
@@ -161,12 +161,13 @@ def _in_chunks(
     beside another's exchange.
     """
     chunks = plan.exchange.chunks
-    parts = jax.tree.map(lambda x: jnp.split(x, chunks), (tokens, choice))
+    leaves, tree = jax.tree.flatten((tokens, choice))
+    parts = zip(*(jnp.split(x, chunks) for x in leaves), strict=True)
     dispatch = DISPATCHERS[plan.exchange.dispatcher]
     results = []
-    for i in range(chunks):
-        part = jax.tree.map(lambda x: x[i], parts, is_leaf=lambda x: isinstance(x, list))
-        results.append(dispatch(*part, experts, plan))
+    for part in parts:
+        some_tokens, some_choices = tree.unflatten(part)
+        results.append(dispatch(some_tokens, some_choices, experts, plan))
     y_TD = jnp.concatenate([y_TD for y_TD, _ in results])
     fell_back = jnp.stack([fell_back for _, fell_back in results]).max()
     if differs := tuple(jax.typeof(fell_back).mat.varying):

@@ -31,8 +31,8 @@ from switchjax.moe.routing import Routing, queue_places
 class Decisions(NamedTuple):
     """Where tokens go: rows of a device's slots for all lanes [lanes · S], and gates."""
 
-    row_XTQ: Array  # lanes · S where a choice has no slot
-    gate_XTQ: Array
+    row_PTQ: Array  # lanes · S where a choice has no slot
+    gate_PTQ: Array
 
 
 def dispatch(tokens: Tokens, routing: Routing, experts: Experts, plan: Plan) -> tuple[Array, Array]:
@@ -49,8 +49,8 @@ def dispatch(tokens: Tokens, routing: Routing, experts: Experts, plan: Plan) -> 
     devices = lax.axis_size(EXPERT)
     room = min(T, math.ceil(plan.exchange.buffer * T * Q / devices))
     with jax.named_scope("dispatch"):
-        peers = _peers(decisions.row_XTQ, plan.lanes * num_slots)
-        overflows = (peers.place_XTQ >= room).any()
+        peers = _peers(decisions.row_PTQ, plan.lanes * num_slots)
+        overflows = (peers.place_PTQ >= room).any()
     y_TD = lax.cond(
         overflows,
         # Recomputed in the backward pass: nothing is kept for a way that is seldom taken.
@@ -70,23 +70,23 @@ def _send_all(
         everyone = jax.tree.map(lambda x: _flat(gather(x, wire)), tokens)
     y_ND = _outputs(experts, plan, num_slots, everyone, _mine(decisions, plan, num_slots))
     with jax.named_scope("combine"):
-        return scatter_sum(y_ND.reshape(*decisions.row_XTQ.shape[:2], -1), wire)
+        return scatter_sum(y_ND.reshape(*decisions.row_PTQ.shape[:2], -1), wire)
 
 
 class Peers(NamedTuple):
     """The device that each choice goes to, and its token's place in what is sent there."""
 
-    device_XTQ: Array  # none (X) where the token goes there for an earlier choice, or nowhere
-    place_XTQ: Array  # -1 there
+    device_PTQ: Array  # none (P) where the token goes there for an earlier choice, or nowhere
+    place_PTQ: Array  # -1 there
 
 
-def _peers(row_XTQ: Array, num_rows: int) -> Peers:
+def _peers(row_PTQ: Array, num_rows: int) -> Peers:
     devices = lax.axis_size(EXPERT)
-    device_XTQ = row_XTQ // (num_rows // devices)
-    again = jnp.tril(device_XTQ[..., :, None] == device_XTQ[..., None, :], k=-1).any(axis=-1)
-    device_XTQ = jnp.where(again, devices, device_XTQ)
-    place_XTQ = queue_places(device_XTQ, devices)
-    return Peers(device_XTQ, jnp.where(device_XTQ < devices, place_XTQ, -1))
+    device_PTQ = row_PTQ // (num_rows // devices)
+    again = jnp.tril(device_PTQ[..., :, None] == device_PTQ[..., None, :], k=-1).any(axis=-1)
+    device_PTQ = jnp.where(again, devices, device_PTQ)
+    place_PTQ = queue_places(device_PTQ, devices)
+    return Peers(device_PTQ, jnp.where(device_PTQ < devices, place_PTQ, -1))
 
 
 def _send_needed(
@@ -99,12 +99,12 @@ def _send_needed(
     decisions: Decisions,
 ) -> Array:
     wire, me = plan.exchange.wire, lax.axis_index(EXPERT)
-    devices, T, Q = decisions.row_XTQ.shape
+    devices, T, Q = decisions.row_PTQ.shape
     num_rows = devices * room
     with jax.named_scope("dispatch"):
         row_TQ = jnp.where(
-            peers.device_XTQ[me] < devices,
-            peers.device_XTQ[me] * room + peers.place_XTQ[me],
+            peers.device_PTQ[me] < devices,
+            peers.device_PTQ[me] * room + peers.place_PTQ[me],
             num_rows,
         )
         sent = slots_of(row_TQ, num_rows)
@@ -114,13 +114,13 @@ def _send_needed(
 
         arrived = jax.tree.map(there, tokens)
         # The tokens of row r here: the same reckoning, from the other side.
-        source_X11 = jnp.arange(devices)[:, None, None]
-        row_XTQ = jnp.where(peers.device_XTQ == me, source_X11 * room + peers.place_XTQ, num_rows)
-        token_N = slots_of(_flat(row_XTQ), num_rows).choice_R // Q
+        source_P11 = jnp.arange(devices)[:, None, None]
+        row_PTQ = jnp.where(peers.device_PTQ == me, source_P11 * room + peers.place_PTQ, num_rows)
+        token_N = slots_of(_flat(row_PTQ), num_rows).choice_R // Q
         mine = _mine(decisions, plan, num_slots)
         mine = Decisions(
-            mine.row_XTQ.at[token_N].get(mode="fill", fill_value=plan.lanes * num_slots),
-            mine.gate_XTQ.at[token_N].get(mode="fill", fill_value=0),
+            mine.row_PTQ.at[token_N].get(mode="fill", fill_value=plan.lanes * num_slots),
+            mine.gate_PTQ.at[token_N].get(mode="fill", fill_value=0),
         )
     y_ND = _outputs(experts, plan, num_slots, arrived, mine)
     with jax.named_scope("combine"):
@@ -133,15 +133,15 @@ def _flat(x: Array) -> Array:
 
 
 def _mine(decisions: Decisions, plan: Plan, num_slots: int) -> Decisions:
-    """Rows in my experts' slots [e · X · S] for the tokens of all devices [X · T, Q]."""
-    devices, _, Q = decisions.row_XTQ.shape
+    """Rows in my experts' slots [e · P · S] for the tokens of all devices [P · T, Q]."""
+    devices, _, Q = decisions.row_PTQ.shape
     here = plan.lanes // devices
-    source_X11 = jnp.arange(devices, dtype=jnp.int32)[:, None, None]
-    lane_XTQ = decisions.row_XTQ // num_slots - lax.axis_index(EXPERT) * here
-    row_XTQ = (lane_XTQ * devices + source_X11) * num_slots + decisions.row_XTQ % num_slots
-    is_mine = (lane_XTQ >= 0) & (lane_XTQ < here)
-    row_XTQ = jnp.where(is_mine, row_XTQ, here * devices * num_slots)
-    return Decisions(_flat(row_XTQ), _flat(decisions.gate_XTQ))
+    source_P11 = jnp.arange(devices, dtype=jnp.int32)[:, None, None]
+    lane_PTQ = decisions.row_PTQ // num_slots - lax.axis_index(EXPERT) * here
+    row_PTQ = (lane_PTQ * devices + source_P11) * num_slots + decisions.row_PTQ % num_slots
+    is_mine = (lane_PTQ >= 0) & (lane_PTQ < here)
+    row_PTQ = jnp.where(is_mine, row_PTQ, here * devices * num_slots)
+    return Decisions(_flat(row_PTQ), _flat(decisions.gate_PTQ))
 
 
 def _outputs(
@@ -151,7 +151,7 @@ def _outputs(
     devices = lax.axis_size(EXPERT)
     here = plan.lanes // devices
     with jax.named_scope("dispatch"):
-        slots = slots_of(decisions.row_XTQ, plan.lanes * num_slots)
+        slots = slots_of(decisions.row_PTQ, plan.lanes * num_slots)
 
         def there(x: Array) -> Array:
             return fill_slots(x, slots).reshape(here, -1, x.shape[-1])
@@ -160,4 +160,4 @@ def _outputs(
     with jax.named_scope("experts"):
         y_eRD = experts.on_slots(arrived)
     with jax.named_scope("combine"):
-        return weighted_sum(_flat(y_eRD), slots, decisions.gate_XTQ)
+        return weighted_sum(_flat(y_eRD), slots, decisions.gate_PTQ)

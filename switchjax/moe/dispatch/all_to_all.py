@@ -19,9 +19,9 @@ def dispatch(tokens: Tokens, routing: Routing, experts: Experts, plan: Plan) -> 
     devices, wire = jax.lax.axis_size(EXPERT), plan.exchange.wire
 
     def there(x: Array) -> Array:
-        """Slots of all experts [E · S, D] to those of mine from all devices [e, X · S, D]."""
-        x_XeSD = swap(x.reshape(devices, plan.lanes // devices, -1, x.shape[-1]), wire)
-        return x_XeSD.swapaxes(0, 1).reshape(plan.lanes // devices, -1, x.shape[-1])
+        """Slots of all experts [E · S, D] to those of mine from all devices [e, P · S, D]."""
+        x_PeSD = swap(x.reshape(devices, plan.lanes // devices, -1, x.shape[-1]), wire)
+        return x_PeSD.swapaxes(0, 1).reshape(plan.lanes // devices, -1, x.shape[-1])
 
     def back(y_eRD: Array) -> Array:
         e, _, D = y_eRD.shape

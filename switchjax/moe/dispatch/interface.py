@@ -33,7 +33,7 @@ class Plan(NamedTuple):
     """What is fixed before a program is compiled."""
 
     lanes: int  # experts that a device sends to
-    capacity: int | None  # slots of an expert in a group; None: nothing drops
+    capacity: int  # slots of an expert in a group, where there are slots
     exchange: Exchange
 
 

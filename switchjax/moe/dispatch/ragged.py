@@ -65,13 +65,13 @@ def dispatch(tokens: Tokens, routing: Routing, experts: Experts, plan: Plan) -> 
     room = min(most, math.ceil(fair * (plan.exchange.buffer or ROOM)))
     block = block_rows(fair, here)
     with jax.named_scope("dispatch"):
-        counts_Xn = gather(counts_n, "compute")
+        counts_Pn = gather(counts_n, "compute")
     send = partial(_send_runs, experts, plan, padded_rows(room, here, block), block)
     if room == most:
-        return send(tokens, choices, counts_Xn), never()
+        return send(tokens, choices, counts_Pn), never()
     with jax.named_scope("dispatch"):
-        sizes_Xe = counts_Xn.sum(axis=0).reshape(devices, here)
-        overflows = (sizes_Xe.sum(axis=1) > room).any()
+        sizes_Pe = counts_Pn.sum(axis=0).reshape(devices, here)
+        overflows = (sizes_Pe.sum(axis=1) > room).any()
     y_TD = lax.cond(
         overflows,
         # Recomputed in the backward pass: nothing is kept for a way that is seldom taken.
@@ -79,7 +79,7 @@ def dispatch(tokens: Tokens, routing: Routing, experts: Experts, plan: Plan) -> 
         send,
         tokens,
         choices,
-        counts_Xn,
+        counts_Pn,
     )
     return y_TD, overflows.astype(jnp.int32)
 
@@ -126,59 +126,59 @@ def _send_runs(
     block: int,
     tokens: Tokens,
     choices: Choices,
-    counts_Xn: Array,
+    counts_Pn: Array,
 ) -> Array:
     wire, me = plan.exchange.wire, lax.axis_index(EXPERT)
-    devices, lanes = counts_Xn.shape
+    devices, lanes = counts_Pn.shape
     with jax.named_scope("dispatch"):
-        sizes_Xe = counts_Xn.sum(axis=0, dtype=jnp.int32).reshape(devices, -1)
-        start_n = jax.vmap(partial(run_starts, block=block))(sizes_Xe).reshape(lanes)
-        to_Xn = start_n[None] + jnp.cumsum(counts_Xn, axis=0, dtype=jnp.int32) - counts_Xn
-        from_Xn = jnp.cumsum(counts_Xn, axis=1, dtype=jnp.int32) - counts_Xn
+        sizes_Pe = counts_Pn.sum(axis=0, dtype=jnp.int32).reshape(devices, -1)
+        start_n = jax.vmap(partial(run_starts, block=block))(sizes_Pe).reshape(lanes)
+        to_Pn = start_n[None] + jnp.cumsum(counts_Pn, axis=0, dtype=jnp.int32) - counts_Pn
+        from_Pn = jnp.cumsum(counts_Pn, axis=1, dtype=jnp.int32) - counts_Pn
 
-        def of_mine(x_Xn: Array) -> Array:
-            """Of the runs that come here [X · e]."""
-            x_XXe = x_Xn.reshape(devices, devices, -1)
-            return lax.dynamic_index_in_dim(x_XXe, me, axis=1, keepdims=False).reshape(-1)
+        def of_mine(x_Pn: Array) -> Array:
+            """Of the runs that come here [P · e]."""
+            x_PPe = x_Pn.reshape(devices, devices, -1)
+            return lax.dynamic_index_in_dim(x_PPe, me, axis=1, keepdims=False).reshape(-1)
 
-        sent, received = counts_Xn[me], of_mine(counts_Xn)
-        there = Offsets(from_Xn[me], sent, to_Xn[me], received)
-        back = Offsets(of_mine(to_Xn), received, of_mine(from_Xn), sent)
-        slots = _rows(choices, from_Xn[me], choices.lane_TQ.size)
-        ways = _Way(0, num_rows), _Way(1, choices.lane_TQ.size)
+        sent, received = counts_Pn[me], of_mine(counts_Pn)
+        there = Offsets(from_Pn[me], sent, to_Pn[me], received)
+        back = Offsets(of_mine(to_Pn), received, of_mine(from_Pn), sent)
+        slots = _rows(choices, from_Pn[me], choices.lane_TQ.size)
+        out, home = _Way(0, num_rows), _Way(1, choices.lane_TQ.size)
 
         def send(x: Array) -> Array:
-            return move(*ways, fill_slots(x, slots), (there, back), wire)
+            return move(out, home, fill_slots(x, slots), (there, back), wire)
 
         arrived = jax.tree.map(send, tokens)
     with jax.named_scope("experts"):
-        y_ND = experts.on_runs(arrived, sizes_Xe[me], block)
+        y_ND = experts.on_runs(arrived, sizes_Pe[me], block)
     with jax.named_scope("combine"):
-        y_ND = move(*ways[::-1], y_ND, (there, back), wire)
+        y_ND = move(home, out, y_ND, (there, back), wire)
         return weighted_sum(y_ND, slots, choices.gate_TQ)
 
 
 def _send_all(
-    experts: Experts, plan: Plan, tokens: Tokens, choices: Choices, counts_Xn: Array
+    experts: Experts, plan: Plan, tokens: Tokens, choices: Choices, counts_Pn: Array
 ) -> Array:
     wire = plan.exchange.wire
     here = plan.lanes // lax.axis_size(EXPERT)
     first = lax.axis_index(EXPERT) * here
     with jax.named_scope("dispatch"):
-        tokens_X = jax.tree.map(lambda x: gather(x, wire), tokens)
-        choices_X = jax.tree.map(lambda x: gather(x, "compute"), choices)
-        lane_XTQ = choices_X.lane_TQ - first
-        lane_XTQ = jnp.where((lane_XTQ >= 0) & (lane_XTQ < here), lane_XTQ, here)
-        choices_X = choices_X._replace(lane_TQ=lane_XTQ)
-        counts_Xe = lax.dynamic_slice_in_dim(counts_Xn, first, here, axis=1)
+        tokens_P = jax.tree.map(lambda x: gather(x, wire), tokens)
+        choices_P = jax.tree.map(lambda x: gather(x, "compute"), choices)
+        lane_PTQ = choices_P.lane_TQ - first
+        lane_PTQ = jnp.where((lane_PTQ >= 0) & (lane_PTQ < here), lane_PTQ, here)
+        choices_P = choices_P._replace(lane_TQ=lane_PTQ)
+        counts_Pe = lax.dynamic_slice_in_dim(counts_Pn, first, here, axis=1)
 
     @jax.checkpoint
     def of_peer(_: None, peer: tuple) -> tuple[None, Array]:
         return None, _outputs(experts, here, *peer)
 
-    _, y_XTD = lax.scan(of_peer, None, (tokens_X, choices_X, counts_Xe))
+    _, y_PTD = lax.scan(of_peer, None, (tokens_P, choices_P, counts_Pe))
     with jax.named_scope("combine"):
-        return scatter_sum(y_XTD, wire)
+        return scatter_sum(y_PTD, wire)
 
 
 class _Way(NamedTuple):
@@ -214,16 +214,16 @@ def _exchange(x_ND: Array, offsets: Offsets, num_rows: int) -> Array:
 def _picked(x_ND: Array, output_ND: Array, offsets: Offsets) -> Array:
     """`lax.ragged_all_to_all`, by gathering everything and picking what should have come."""
     devices, me = lax.axis_size(EXPERT), lax.axis_index(EXPERT)
-    x_XND = lax.all_gather(x_ND, EXPERT)
+    x_PND = lax.all_gather(x_ND, EXPERT)
 
     def of_mine(x_n: Array) -> Array:
-        x_XXe = lax.all_gather(x_n, EXPERT).reshape(devices, devices, -1)
-        return lax.dynamic_index_in_dim(x_XXe, me, axis=1, keepdims=False).reshape(-1)
+        x_PPe = lax.all_gather(x_n, EXPERT).reshape(devices, devices, -1)
+        return lax.dynamic_index_in_dim(x_PPe, me, axis=1, keepdims=False).reshape(-1)
 
     from_n, to_n = of_mine(offsets.from_n), of_mine(offsets.to_n)
     source_n = jnp.repeat(jnp.arange(devices), from_n.size // devices) * x_ND.shape[0]
     place_Nn = jnp.arange(output_ND.shape[0])[:, None] - to_n[None]
     is_in_Nn = (place_Nn >= 0) & (place_Nn < offsets.received_n[None])
     index_N = jnp.where(is_in_Nn, (source_n + from_n)[None] + place_Nn, -1).max(axis=1)
-    index_N = jnp.where(index_N < 0, x_XND.shape[0] * x_XND.shape[1], index_N)
-    return x_XND.reshape(-1, x_ND.shape[1]).at[index_N].get(mode="fill", fill_value=0)
+    index_N = jnp.where(index_N < 0, x_PND.shape[0] * x_PND.shape[1], index_N)
+    return x_PND.reshape(-1, x_ND.shape[1]).at[index_N].get(mode="fill", fill_value=0)

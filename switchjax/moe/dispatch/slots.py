@@ -35,7 +35,7 @@ def assign_slots(routing: Routing, num_experts: int, capacity: int) -> Slots:
 
 
 def slots_of(row_TQ: Int[Array, "T Q"], num_rows: int) -> Slots:
-    """The slots of choices whose rows are known, no two the same; `num_rows` where there is none."""
+    """The slots of choices whose rows are known, no two the same; `num_rows` where one has none."""
     choice_R = jnp.full(num_rows, row_TQ.size, jnp.int32)
     choice_R = choice_R.at[row_TQ.reshape(-1)].set(
         jnp.arange(row_TQ.size, dtype=jnp.int32), mode="drop"

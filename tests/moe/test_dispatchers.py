@@ -211,7 +211,7 @@ def test_a_narrow_wire_rounds_each_row_once(kind, name, error, error_back):
         (y, dx), (exact_y, exact_dx) = jax.device_get((narrow, exact))
     largest = np.abs(exact_y).max(axis=-1, keepdims=True)
     added = 4 if kind is wire.scatter_sum else 1
-    assert (np.abs(y - exact_y) <= added * error * largest).all() and (y != exact_y).any()
+    assert (np.abs(y - exact_y) <= added * error * largest + 1e-38).all() and (y != exact_y).any()
     added = 4 if kind is wire.gather else 1
     assert np.abs(dx - exact_dx).max() <= added * error_back and (dx != exact_dx).any()
 

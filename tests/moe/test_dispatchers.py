@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 from functools import partial
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -10,6 +11,7 @@ import oracle
 import pytest
 from flax import nnx
 from jax import P
+from jax.test_util import check_grads
 from small_meshes import GRADIENTS, LAYOUT, NAMES, SHAPES, VALUES, put, use
 from test_layer import (
     CONFIG,
@@ -21,11 +23,15 @@ from test_layer import (
     random_weights,
 )
 
-from switchjax.axes import EXPERT
+from switchjax.axes import EXPERT, MODEL
 from switchjax.layout import Layout
 from switchjax.mesh import Exchange
-from switchjax.moe.dispatch import wire
+from switchjax.moe.dispatch import placement, wire
+from switchjax.moe.dispatch.interface import Plan, Tokens
+from switchjax.moe.grouped import run_starts
+from switchjax.moe.layer import DISPATCHERS as LAYER_DISPATCHERS
 from switchjax.moe.layer import SwitchLayer
+from switchjax.moe.routing import route
 
 DISPATCHERS = ("all_to_all", "all_gather", "ragged", "local")
 DROPS, NO_DROPS = 1.5, 8.0
@@ -144,6 +150,109 @@ def test_chunks_change_nothing(dispatcher, chunks):
     given = expected_of(factor, 1, "geglu", 8, 0.3)
     with use("data2_expert2_model2"):
         check(Exchange(dispatcher=dispatcher, chunks=chunks), given, np.arange(EXPERTS))
+
+
+# --- The journey alone, with experts whose work is known -----------------------------------------
+
+
+class Multipliers(NamedTuple):
+    """Experts in place of feed-forward layers: expert e returns (1 + e) · x."""
+
+    number_e: jax.Array
+
+    def on_slots(self, tokens):
+        return tokens.x * (1 + self.number_e[:, None, None])
+
+    def on_runs(self, tokens, sizes_e, block):
+        starts_e = run_starts(sizes_e, block)
+        expert_N = jnp.searchsorted(starts_e, jnp.arange(len(tokens.x)), side="right") - 1
+        return tokens.x * (1 + self.number_e[expert_N])[:, None]
+
+
+@partial(jax.jit, static_argnames=("exchange", "top_k", "capacity"))
+def journey(x_BLD, logits_BLE, real_BL, *, exchange, top_k, capacity):
+    """For each token the sum of its experts' multiples, and the routing."""
+
+    def local(x_bLD, logits_bLE, real_bL):
+        routed = route(logits_bLE, real_bL, top_k=top_k, capacity=capacity)
+        routed = routed._replace(gate_GTQ=jnp.ones_like(routed.gate_GTQ))
+        order_E = jnp.arange(EXPERTS)
+        lanes = placement.to_lanes(routed, order_E, exchange.experts)
+        plan = Plan(placement.num_lanes(EXPERTS, exchange.experts), capacity, exchange)
+        here = Multipliers(placement.experts_here(order_E, exchange.experts))
+        x_TD = jax.lax.pcast(x_bLD.reshape(-1, x_bLD.shape[-1]), MODEL, to="varying")
+        y_TD, _ = LAYER_DISPATCHERS[exchange.dispatcher](Tokens(x_TD, None), lanes, here, plan)
+        if exchange.experts == "separate":  # every device of the model axis did the whole work
+            y_TD /= jax.lax.axis_size(MODEL)
+        return jax.lax.psum(y_TD, MODEL).reshape(x_bLD.shape), routed
+
+    return jax.shard_map(
+        local,
+        in_specs=(LAYOUT.tokens_bld, LAYOUT.tokens_bld, LAYOUT.tokens_bl),
+        out_specs=(LAYOUT.tokens_bld, LAYOUT.rows(3)),
+    )(x_BLD, logits_BLE, real_BL)
+
+
+def travellers(dtype=np.float32):
+    """Whole numbers, so that sums are exact; logits with a favourite; a mask."""
+    rng = np.random.default_rng(0)
+    x_BLD = rng.integers(-8, 9, (8, 6, 3)).astype(dtype)
+    logits_BLE = rng.standard_normal((8, 6, EXPERTS)).astype(np.float32)
+    logits_BLE[..., 2] += 1.5  # so that some tokens are dropped
+    return x_BLD, logits_BLE, rng.random((8, 6)) > 0.3
+
+
+def placed_travellers(dtype=np.float32):
+    specs = (LAYOUT.tokens_bld, LAYOUT.tokens_bld, LAYOUT.tokens_bl)
+    return [put(x, spec) for x, spec in zip(travellers(dtype), specs, strict=True)]
+
+
+JOURNEYS = [  # with a buffer that holds what comes, and with one that does not
+    Exchange(dispatcher="all_to_all"),
+    Exchange(dispatcher="all_gather", experts="folded"),
+    Exchange(dispatcher="all_gather", buffer=2),
+    Exchange(dispatcher="ragged", experts="folded", buffer=8),
+    Exchange(dispatcher="ragged", buffer=0.2),
+]
+
+
+@pytest.mark.mesh
+@pytest.mark.parametrize("mesh", ["expert8", "data2_expert2_model2"])
+@pytest.mark.parametrize("exchange", JOURNEYS, ids=str)
+def test_there_and_back_bit_by_bit(exchange, mesh):
+    """Each token comes back from exactly the experts that kept it; and so do gradients."""
+    x_BLD, _, real_BL = travellers()
+    capacity = 6 if exchange.dispatcher == "ragged" else 1
+    with use(mesh):
+        x, logits, real = placed_travellers()
+
+        def of_x(x):
+            return journey(x, logits, real, exchange=exchange, top_k=2, capacity=capacity)
+
+        y_BLD, vjp, routed = jax.vjp(of_x, x, has_aux=True)
+        y_BLD, dx_BLD, routed = jax.device_get((y_BLD, vjp(x)[0], routed))
+    kept_BLQ = routed.kept_GTQ
+    assert kept_BLQ.any() and (capacity == 6 or (~kept_BLQ & real_BL[..., None]).any())
+    factor_BL = np.where(kept_BLQ, 1 + routed.expert_GTQ, 0).sum(axis=-1)
+    np.testing.assert_array_equal(y_BLD, x_BLD * factor_BL[..., None])
+    np.testing.assert_array_equal(dx_BLD, y_BLD)
+
+
+@pytest.mark.mesh
+@pytest.mark.parametrize("mesh", ["expert=4", "data=2,expert=2", "expert=2,model=2"])
+@pytest.mark.parametrize("exchange", JOURNEYS, ids=str)
+def test_gradients_of_the_journey_in_float64(exchange, mesh):
+    """Not linear in x, so that second derivatives are not zero either."""
+    # case 61: with folded experts, also over two axes. case 39: ragged, backward, on CPU.
+    with jax.enable_x64(True), use(mesh):
+        x_BLD, logits_BLE, real_BL = placed_travellers(np.float64)
+
+        def wave(x_BLD):
+            x_BLD = jax.reshard(x_BLD, LAYOUT.tokens_bld)  # finite differences come without
+            y_BLD, _ = journey(x_BLD, logits_BLE, real_BL, exchange=exchange, top_k=2, capacity=6)
+            return jnp.cos(y_BLD / 128).sum()
+
+        check_grads(wave, (x_BLD,), order=2, modes=["rev"], atol=1e-6, rtol=1e-6)
 
 
 # --- Noise ------------------------------------------------------------------------------------

@@ -54,7 +54,10 @@ class Collective:
     conditional: bool
     """In a branch of a conditional: it may not run at all."""
     op_name: str
-    """JAX's name, with its named scopes. XLA loses it where it puts several collectives in one."""
+    """JAX's name, with its named scopes.
+
+    XLA loses it where it puts several collectives in one, and on GPUs that of a ragged all-to-all.
+    """
     source: str | None
     """`file:line` of the Python code."""
 

@@ -146,8 +146,7 @@ def parse(text: str) -> Program:
         if line in ("FileNames", "FileLocations", "StackFrames"):
             tables[line] = list(iter(lambda: next(lines, ""), ""))
         elif header := re.match(r"(ENTRY )?%([\w.-]+) \(.*\{$", line):
-            block = iter(lambda: next(lines, "}"), None)
-            computations[header[2]] = _computation(block)
+            computations[header[2]] = _computation(lines)
             entry = header[2] if header[1] else entry
     if entry is None:
         raise ValueError("the text holds no ENTRY computation: it is not a compiled program")
@@ -161,11 +160,11 @@ def _computation(lines: Iterator[str]) -> Computation:
             return computation
         instruction = _instruction(line)
         computation[instruction.name] = instruction
-    raise ValueError("a computation has no end")
+    raise ValueError("the text ends inside a computation")
 
 
 def _instruction(line: str) -> Instruction:
-    line = re.sub(r"/\*.*?\*/", "", line)
+    line = re.sub(r"/\*index=\d+\*/", "", line)
     start = re.match(r"\s+(?:ROOT )?%([\w.-]+) = ", line)
     if start is None:
         raise ValueError(f"this line is not an instruction: {line.strip()[:200]}")

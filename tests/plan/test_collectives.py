@@ -184,6 +184,8 @@ def test_text_that_is_no_program_is_an_error():
         parse("module @jit_f {\n}")
     with pytest.raises(ValueError, match="not an instruction"):
         parse("ENTRY %main (p: f32[]) -> f32[] {\n  nonsense\n}")
+    with pytest.raises(ValueError, match="ends inside"):
+        parse("ENTRY %main (p: f32[]) -> f32[] {\n  ROOT %p = f32[] parameter(0)\n")
 
 
 def test_scopes_are_found_under_transforms():
@@ -237,8 +239,13 @@ ENTRY %main (p: f32[64]) -> f32[64] {{
 """  # noqa: E501
 
 
-def test_runs_multiply_through_loops_and_branches_are_marked():
+@pytest.mark.parametrize(
+    "branches",
+    ["branch_computations={%usual, %rare}", "true_computation=%rare, false_computation=%usual"],
+)
+def test_runs_multiply_through_loops_and_branches_are_marked(branches):
     text = nested_program(', backend_config={"known_trip_count":{"n":"5"}}')
+    text = text.replace("branch_computations={%usual, %rare}", branches)
     found = {c.kind: (c.runs, c.conditional) for c in collectives(text, CUBE)}
     assert found == {
         "all-to-all": (5, False),

@@ -5,7 +5,6 @@ import re
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
-from typing import NamedTuple
 
 import builders
 import jax
@@ -17,62 +16,16 @@ from switchjax.config import ModelConfig
 from switchjax.layout import Layout
 from switchjax.moe.layer import SwitchLayer
 from switchjax.nn.noise import Noise
+from switchjax.plan.collectives import Collective, collectives
 
 ROWS, LENGTH = 8, 16
 LAYER = replace(builders.MODEL, capacity_factor=1.25)
 CAPACITY = 3  # ceil(1.25 · 16 tokens / 8 experts)
 
-_DEFINITION = re.compile(
-    r"= (?P<type>\([^)]*\)|\S+) (?P<kind>all-to-all|ragged-all-to-all|all-reduce|all-gather|"
-    r"reduce-scatter|collective-permute|collective-broadcast)(-start)?\(.*"
-)
-_ITEM_BYTES = {"f32": 4, "s32": 4, "u32": 4, "bf16": 2, "pred": 1}
 
-
-class Collective(NamedTuple):
-    kind: str
-    group: int  # devices that exchange
-    elements: int  # of the result on one device
-    bytes: int
-    scope: str  # of the layer's phases
-
-
-def collectives(text: str) -> list[Collective]:
-    """The collectives of a compiled program that reach another device."""
-    found = []
-    for line in text.splitlines():
-        match = _DEFINITION.search(line)
-        if match is None:
-            continue
-        size = _group_size(line)
-        if size == 1:
-            continue
-        arrays = re.findall(r"(\w+)\[([\d,]*)\]", match["type"])
-        counts = [math.prod(int(n) for n in dims.split(",") if n) for _, dims in arrays]
-        scope = re.search(r"/\(?(route|dispatch|experts|combine)/", line)
-        found.append(
-            Collective(
-                match["kind"],
-                size,
-                sum(counts),
-                sum(n * _ITEM_BYTES[t] for n, (t, _) in zip(counts, arrays, strict=True)),
-                scope[1] if scope else "",
-            )
-        )
-    return found
-
-
-def _group_size(line: str) -> int:
-    """XLA writes groups as {{0,1},{2,3}}, [number,size]<=…, mesh['a'=4,'b'=2] {'a'}, or pairs."""
-    if listed := re.search(r"replica_groups=\{\{([\d,]*)\}", line):
-        return len(listed[1].split(","))
-    if counted := re.search(r"replica_groups=\[\d+,(\d+)\]<=", line):
-        return int(counted[1])
-    if named := re.search(r"replica_groups=mesh\[([^]]*)\][^{]*\{([^}]*)\}", line):
-        axes = dict(re.findall(r"('\w+')=(\d+)", named[1]))
-        return math.prod(int(axes[axis]) for axis in named[2].split(",") if axis)
-    assert "source_target_pairs=" in line, line
-    return 2
+def sent(program: jax.stages.Lowered, mesh_name: str) -> list[Collective]:
+    """The collectives that reach another device, as compiled."""
+    return collectives(program.compile().as_text(), builders.read_mesh(mesh_name))
 
 
 def lowered(function: Callable, config: ModelConfig) -> jax.stages.Lowered:
@@ -130,23 +83,24 @@ def test_forward_is_two_all_to_alls(mesh_name):
     """
     data, expert, model = builders.read_mesh(mesh_name).sizes
     with jax.set_mesh(builders.mesh(mesh_name)):
-        found = collectives(lowered(forward, LAYER).compile().as_text())
+        found = sent(lowered(forward, LAYER), mesh_name)
     exchanges = [c for c in found if c.kind == "all-to-all"]
-    assert [(c.scope, c.group) for c in exchanges] == (
+    assert [(c.phase, c.group_size) for c in exchanges] == (
         [("dispatch", expert), ("combine", expert)] if expert > 1 else []
     )
     for exchange in exchanges:
+        assert exchange.axes == ("expert",) and exchange.runs == 1
         assert exchange.bytes == exchanged_elements(mesh_name) * 4
-    sums = Counter((c.kind, c.scope, c.group) for c in found if c.kind != "all-to-all")
+    sums = Counter((c.kind, c.phase, c.group_size) for c in found if c.kind != "all-to-all")
     of_router = ("all-reduce", "route", data * expert)
     of_outputs = ("all-reduce", "combine", model)
     assert sums.keys() == {key for key in (of_router, of_outputs) if key[2] > 1}
     assert sums[of_router] <= 2 and sums[of_outputs] <= 1
     tokens = ROWS * LENGTH // (data * expert)
     for c in found:
-        if c.kind == "all-reduce" and c.scope == "combine":
+        if c.kind == "all-reduce" and c.phase == "combine":
             assert c.elements == tokens * LAYER.d_model
-        if c.kind == "all-reduce" and c.scope == "route":
+        if c.kind == "all-reduce" and c.phase == "route":
             assert c.elements <= 2 * LAYER.num_experts + 3
 
 
@@ -155,13 +109,13 @@ def test_backward_is_two_more(mesh_name):
     """The gradients of the two exchanges; everything else is a sum, nothing is gathered."""
     _, expert, _ = builders.read_mesh(mesh_name).sizes
     with jax.set_mesh(builders.mesh(mesh_name)):
-        found = collectives(lowered(backward, LAYER).compile().as_text())
+        found = sent(lowered(backward, LAYER), mesh_name)
     exchanges = [c for c in found if c.kind == "all-to-all"]
-    assert sorted(c.scope for c in exchanges) == sorted(
+    assert sorted(c.phase for c in exchanges) == sorted(
         2 * ["dispatch", "combine"] if expert > 1 else []
     )
     for exchange in exchanges:
-        assert exchange.group == expert
+        assert exchange.axes == ("expert",) and exchange.group_size == expert
         assert exchange.bytes == exchanged_elements(mesh_name) * 4
     assert {c.kind for c in found} <= {"all-to-all", "all-reduce"}
 
@@ -182,10 +136,10 @@ def test_a_whole_step_exchanges_four_times_a_layer():
     Everything else that the step sends is a sum: of gradients over the token devices, and over
     `model` of what its devices computed in part. Nothing is gathered or resharded.
     """
-    config = builders.run_config(LAYER)
-    with jax.set_mesh(builders.mesh("data2_expert2_model2")):
+    config, mesh_name = builders.run_config(LAYER), "data2_expert2_model2"
+    with jax.set_mesh(builders.mesh(mesh_name)):
         batch = Layout().place(builders.random_batch(LAYER))
-        step = builders.compiled_step(config).lower(builders.start(config), batch).compile()
-    kinds = Counter(c.kind for c in collectives(step.as_text()))
+        found = sent(builders.compiled_step(config).lower(builders.start(config), batch), mesh_name)
+    kinds = Counter(c.kind for c in found)
     assert kinds.keys() == {"all-to-all", "all-reduce"}
     assert kinds["all-to-all"] == 2 * 4

@@ -1,0 +1,103 @@
+"""Compile a train step for GPUs that are not there.
+
+XLA's plugin for CUDA compiles on any machine once it is told what the GPUs are like. It must not
+look for GPUs of its own: run in a process whose environment has JAX_PLATFORMS=cpu.
+"""
+
+import os
+from functools import partial
+
+import jax
+from jax.experimental import topologies
+from jax.sharding import NamedSharding
+
+from switchjax import layout as layouts
+from switchjax.axes import AXES
+from switchjax.batch import Batch
+from switchjax.config import RunConfig
+from switchjax.data.pipeline import row_lengths
+from switchjax.errors import UserError
+from switchjax.layout import Layout
+from switchjax.mesh import MeshShape
+from switchjax.plan.hardware import Gpu
+from switchjax.state import abstract_state
+from switchjax.step import train_step
+
+# XLA chooses the tiles of its own matmul kernels by trying them on the GPU, and without one its
+# guess does not compile for some shapes. cuBLAS takes any shape.
+_COMPILER_OPTIONS: dict[str, str | bool] = {"xla_gpu_enable_triton_gemm": False}
+
+
+def absent_mesh(gpu: Gpu, shape: MeshShape, *, gpus_per_host: int = 8) -> jax.sharding.Mesh:
+    """A mesh of GPUs to compile for: hosts full of GPUs, or one host with fewer.
+
+    Raises:
+        UserError: the GPUs do not fill whole hosts, or XLA's plugin for CUDA cannot be used.
+    """
+    hosts, rest = divmod(shape.num_devices, gpus_per_host)
+    if hosts == 0:
+        hosts, gpus_per_host = 1, shape.num_devices
+    elif rest:
+        raise UserError(
+            f"mesh {shape.name}: gpus_per_host = {gpus_per_host} must divide its "
+            f"{shape.num_devices} devices ({shape})"
+        )
+    try:
+        topology = topologies.get_topology_desc(
+            platform="cuda",
+            topology=f"1x{hosts}x{gpus_per_host}",
+            target_config=gpu.target_config(),
+        )
+    except NotImplementedError:
+        raise UserError(
+            f"compiling for absent GPUs needs pip install 'switchjax[plan]', and JAX_PLATFORMS=cpu "
+            f"in the environment, where it is {os.environ.get('JAX_PLATFORMS', '')!r}"
+        ) from None
+    return jax.make_mesh(shape.sizes, AXES, devices=topology.devices)
+
+
+def abstract_batch(config: RunConfig, layout: Layout) -> Batch:
+    """Shapes, dtypes and shardings of a whole batch on the mesh in use."""
+    mesh, rows = jax.sharding.get_mesh(), config.data.batch_size
+    *encoder, length = row_lengths(config.data, config.model.architecture)
+
+    def array(dtype: str, *shape: int) -> jax.ShapeDtypeStruct:
+        sharding = NamedSharding(mesh, layout.rows(len(shape)))
+        return jax.ShapeDtypeStruct(shape, dtype, sharding=sharding)
+
+    return Batch(
+        row_B=array("int32", rows),
+        tokens_BL=array("int32", rows, length),
+        segment_BL=array("int32", rows, length),
+        targets_BL=array("int32", rows, length),
+        target_mask_BL=array("bool", rows, length),
+        encoder_tokens_BS=array("int32", rows, *encoder) if encoder else None,
+        encoder_segment_BS=array("int32", rows, *encoder) if encoder else None,
+    )
+
+
+def compile_train_step(
+    config: RunConfig, shape: MeshShape, layout: Layout, gpu: Gpu, *, gpus_per_host: int = 8
+) -> jax.stages.Compiled:
+    """The train step as training runs it, compiled for absent GPUs.
+
+    Its text lists the collectives in scheduled order, its `memory_analysis()` the bytes on one
+    device; `cost_analysis()` is empty. It cannot run.
+
+    Args:
+        shape: the mesh; `config.mesh` is not read.
+
+    Raises:
+        UserError: sizes do not divide over the mesh, or as `absent_mesh`.
+    """
+    layouts.check(
+        config.model,
+        shape,
+        batch_size=config.data.batch_size,
+        accumulation=config.optim.accumulation,
+        row_lengths=row_lengths(config.data, config.model.architecture),
+    )
+    with jax.set_mesh(absent_mesh(gpu, shape, gpus_per_host=gpus_per_host)):
+        step = jax.jit(partial(train_step, config, layout), donate_argnums=0)
+        lowered = step.lower(abstract_state(config, layout), abstract_batch(config, layout))
+        return lowered.compile(compiler_options=_COMPILER_OPTIONS)

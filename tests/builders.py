@@ -14,7 +14,7 @@ from switchjax.mesh import MeshShape, make_submesh, mesh_names, read_mesh
 from switchjax.metrics import StepMetrics
 from switchjax.model import SwitchTransformer
 from switchjax.optim import make_optimizer
-from switchjax.state import TrainState, abstract_state, init_state
+from switchjax.state import TrainState, abstract_state, init_router_bias, init_state
 from switchjax.step import train_step
 
 ENCODER_LENGTH = 16
@@ -111,7 +111,7 @@ def start(config: RunConfig) -> TrainState:
     shardings = jax.tree.map(lambda x: x.sharding, abstract_state(config, Layout()).model)
     model = jax.device_put(_model(config.model, config.seed), shardings)
     opt_state = jax.jit(make_optimizer(config.optim).init)(model)
-    return TrainState(jax.numpy.int32(0), model, opt_state)
+    return TrainState(jax.numpy.int32(0), model, opt_state, init_router_bias(config))
 
 
 @cache

@@ -281,7 +281,9 @@ def test_an_evaluation_capacity_is_obeyed_and_reported():
     """S13: who asks for a capacity at evaluation is told what dropped."""
     config = replace(SMALL, eval_capacity_factor=0.5)
     with jax.set_mesh(builders.mesh("single")):
-        _, stats = jax.jit(eval_step)(make(config), Layout().place(builders.random_batch(config)))
+        _, stats = jax.jit(eval_step)(
+            make(config), None, Layout().place(builders.random_batch(config))
+        )
     assert stats.dropped.sum() > 0
 
 
@@ -401,6 +403,6 @@ def test_names_of_switch_layers_follow_the_statistics():
     assert switch_layer_names(every) == ("decoder 1", "decoder 2", "decoder 3", "decoder 4")
     batch = builders.random_batch(config)
     with jax.set_mesh(builders.mesh("single")):
-        _, stats = jax.jit(eval_step)(make(config), Layout().place(batch))
+        _, stats = jax.jit(eval_step)(make(config), None, Layout().place(batch))
     tokens = [(batch.encoder_segment_BS > 0).sum(), (batch.segment_BL > 0).sum()]
     np.testing.assert_array_equal(stats.load_E.sum(axis=1), np.repeat(tokens, 2))

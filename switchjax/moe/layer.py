@@ -10,7 +10,7 @@ from jax import Array, lax
 from jaxtyping import Bool, Float
 
 from switchjax.axes import EXPERT, MODEL, TOKENS
-from switchjax.config import ModelConfig
+from switchjax.config import ModelConfig, RouterKind
 from switchjax.layout import Layout
 from switchjax.moe import routing
 from switchjax.moe.dispatch import all_to_all
@@ -25,7 +25,8 @@ class RouterStats(NamedTuple):
     balance: Array  # loss, float32
     z: Array  # loss, float32
     load_E: Array  # choices of each expert before drops, int32
-    dropped: Array  # choices without a slot, int32
+    dropped: Array  # choices without a slot, int32; under expert choice, tokens without an expert
+    asked: Array  # what `dropped` is a part of: choices or real tokens, int32
 
 
 class SwitchLayer(nnx.Module):
@@ -34,7 +35,14 @@ class SwitchLayer(nnx.Module):
     Source: Switch Transformer, arXiv:2101.03961, section 2.1 and fig. 2.
     """
 
-    def __init__(self, key: Array, config: ModelConfig, layout: Layout):
+    def __init__(
+        self,
+        key: Array,
+        config: ModelConfig,
+        layout: Layout,
+        *,
+        router_kind: RouterKind = "top_k",
+    ):
         router_key, experts_key = jax.random.split(key)
         self.router_DE = weight(
             router_key,
@@ -43,6 +51,7 @@ class SwitchLayer(nnx.Module):
             spec=layout.router_de,
         )
         self.experts = Experts(experts_key, config, layout)
+        self.router_kind: RouterKind = router_kind
         self.config = config
         self.layout = layout
 
@@ -51,11 +60,13 @@ class SwitchLayer(nnx.Module):
         x_BLD: Float[Array, "B L D"],
         real_BL: Bool[Array, "B L"],
         noise: Noise | None,
+        bias_E: Float[Array, "E"] | None = None,
     ) -> tuple[Float[Array, "B L D"], RouterStats]:
         """The experts' outputs, exactly 0 for dropped tokens and padding.
 
         Args:
             noise: of training; None at evaluation, which by default drops nothing.
+            bias_E: on the choice of experts; without effect where experts choose.
         """
         layout, experts, dtype = self.layout, self.experts, x_BLD.dtype
         gate = experts.w_gate_EDF
@@ -73,16 +84,17 @@ class SwitchLayer(nnx.Module):
             layout.w_out_efd,
         )
         mapped = jax.shard_map(
-            partial(_switch, self.config),
+            partial(_switch, self.config, self.router_kind),
             in_specs=(
                 layout.tokens_bld,
                 layout.tokens_bl,
                 None if noise is None else Noise(*noise_specs),
+                None if bias_E is None else layout.whole,
                 Weights(*weight_specs),
             ),
             out_specs=(layout.tokens_bld, layout.whole),
         )
-        return mapped(x_BLD, real_BL, noise, weights)
+        return mapped(x_BLD, real_BL, noise, bias_E, weights)
 
 
 class Weights(NamedTuple):
@@ -95,13 +107,21 @@ class Weights(NamedTuple):
 
 
 def _switch(
-    config: ModelConfig, x_bLD: Array, real_bL: Array, noise: Noise | None, weights: Weights
+    config: ModelConfig,
+    router_kind: RouterKind,
+    x_bLD: Array,
+    real_bL: Array,
+    noise: Noise | None,
+    bias_E: Array | None,
+    weights: Weights,
 ) -> tuple[Array, RouterStats]:
     """The layer as one device sees it: my rows of tokens, my experts, my slice of their hidden."""
     b, L, D = x_bLD.shape
     E, group_size = config.num_experts, config.group_size or L
     training = noise is not None
     factor = config.capacity_factor if training else config.eval_capacity_factor
+    if factor is None and router_kind == "expert_choice":
+        factor = config.capacity_factor  # as `eval_capacity_factor` says
     num_slots = group_size
     if factor is not None:
         num_slots = routing.capacity(group_size, E, config.top_k, factor)
@@ -110,10 +130,26 @@ def _switch(
         logits_bLE = _router_logits(x_bLD, weights.router_DE, config.jitter, noise)
         logits_gTE = logits_bLE.reshape(-1, group_size, E)
         real_gT = real_bL.reshape(-1, group_size)
-        choice = routing.route(logits_gTE, real_gT, top_k=config.top_k, capacity=num_slots)
+        if router_kind == "expert_choice":
+            choice = routing.expert_choice(logits_gTE, real_gT, capacity=num_slots)
+        else:
+            choice = routing.route(
+                logits_gTE,
+                real_gT,
+                top_k=config.top_k,
+                capacity=num_slots,
+                bias_E=bias_E,
+                second_GT=noise.at(2).uniform((L,)).reshape(real_gT.shape)
+                if training and config.random_second
+                else None,
+            )
         sums = lax.psum(routing.router_sums(logits_gTE, real_gT, choice), TOKENS)
         stats = RouterStats(
-            routing.balance_loss(sums), routing.z_loss(sums), sums.assigned_E, sums.dropped
+            routing.balance_loss(sums),
+            routing.z_loss(sums),
+            sums.assigned_E,
+            sums.dropped,
+            sums.tokens if router_kind == "expert_choice" else sums.assigned_E.sum(),
         )
     with jax.named_scope("dispatch"):
         plan = all_to_all.plan(choice, E, num_slots)
@@ -129,9 +165,8 @@ def _switch(
             h_eRf = _expert_dropout(h_eRf, rate, noise, place_eR2, config.d_ff)
         y_eRD = output(h_eRf, weights.w_out_EFD)
     with jax.named_scope("combine"):
-        y_TQD = all_to_all.combine(y_eRD, plan)
-        gate_TQ = choice.gate_GTQ.reshape(-1, config.top_k)
-        y_TD = jnp.einsum("tqd,tq->td", y_TQD.astype(jnp.float32), gate_TQ).astype(x_bLD.dtype)
+        gate_TQ = choice.gate_GTQ.reshape(x_TD.shape[0], -1)
+        y_TD = all_to_all.combine(y_eRD, plan, gate_TQ)
         y_bLD = lax.psum(y_TD, MODEL).reshape(b, L, D)
     return y_bLD, stats
 

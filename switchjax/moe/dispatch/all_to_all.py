@@ -7,7 +7,7 @@ capacity decides what drops. Inside `shard_map`.
 from jax import Array, lax
 
 from switchjax.axes import EXPERT
-from switchjax.moe.dispatch.slots import Slots, assign_slots, fill_slots, read_slots
+from switchjax.moe.dispatch.slots import Slots, assign_slots, fill_slots, weighted_sum
 from switchjax.moe.routing import Routing
 
 
@@ -25,7 +25,7 @@ def dispatch(x_TD: Array, slots: Slots, num_experts: int) -> Array:
     return lax.all_to_all(x_ERD, EXPERT, split_axis=0, concat_axis=1, tiled=True)
 
 
-def combine(y_eRD: Array, slots: Slots) -> Array:
-    """The experts' outputs for every choice of my tokens [T, Q, D], zeros where it was dropped."""
+def combine(y_eRD: Array, slots: Slots, gate_TQ: Array) -> Array:
+    """The experts' outputs for my tokens [T, D], summed by gate over choices that were kept."""
     y_ERD = lax.all_to_all(y_eRD, EXPERT, split_axis=1, concat_axis=0, tiled=True)
-    return read_slots(y_ERD.reshape(-1, y_ERD.shape[-1]), slots)
+    return weighted_sum(y_ERD.reshape(-1, y_ERD.shape[-1]), slots, gate_TQ)

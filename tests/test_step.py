@@ -52,6 +52,23 @@ ON_ONE_MESH = {
         warmup_steps=1,
         accumulation=2,
     ),
+    "encoder_decoder, expert choice, bias, accumulation, sgd": builders.run_config(
+        replace(
+            TIGHT,
+            moe_every=1,
+            encoder_router="expert_choice",
+            top_k=2,
+            random_second=True,
+            capacity_factor=0.5,
+        ),
+        rows=16,
+        optimizer="sgd",
+        learning_rate=1.0,
+        warmup_steps=1,
+        clip_norm=None,
+        accumulation=2,
+        bias_rate=0.05,
+    ),
     "encoder_decoder, top 2, groups, adafactor": builders.run_config(
         replace(TIGHT, top_k=2, group_size=4),
         optimizer="adafactor",
@@ -66,6 +83,7 @@ class Run(NamedTuple):
 
     parameters: list[dict[str, np.ndarray]]  # before the first step and after each
     opt_state: dict[str, np.ndarray]  # after the last step
+    router_bias_XE: np.ndarray | None  # likewise
     metrics: list[StepMetrics]
 
 
@@ -79,7 +97,8 @@ def three_steps(config: RunConfig, mesh_name: str) -> Run:
             parameters.append(builders.host_leaves(state.model))
             metrics.append(jax.device_get(measured))
         assert_replicas_agree(state)
-        return Run(parameters, builders.host_leaves(state.opt_state), metrics)
+        opt_state = builders.host_leaves(state.opt_state)
+        return Run(parameters, opt_state, jax.device_get(state.router_bias_XE), metrics)
 
 
 reference = cache(partial(three_steps, mesh_name="single"))
@@ -111,6 +130,9 @@ def assert_equal_runs(run: Run, expected: Run) -> None:
             np.testing.assert_allclose(got[name], want[name], **GRADIENTS, err_msg=name)
     for name, want in expected.opt_state.items():
         np.testing.assert_allclose(run.opt_state[name], want, **GRADIENTS, err_msg=name)
+    assert (run.router_bias_XE is None) == (expected.router_bias_XE is None)
+    if expected.router_bias_XE is not None:
+        np.testing.assert_array_equal(run.router_bias_XE, expected.router_bias_XE)
 
 
 @pytest.mark.mesh
@@ -273,6 +295,29 @@ def test_balance_loss_under_accumulation_is_the_mean_over_micro_batches():
     )
 
 
+def test_a_step_moves_the_bias_of_the_router_once():
+    """Case 63: by the loads of all micro-batches together, whatever their number."""
+    rate, biases, loads = 0.125, {}, {}
+    batch = builders.random_batch(AMPLE, rows=32)
+    with jax.set_mesh(builders.mesh("data2_expert2_model2")):
+        for count in (1, 4):
+            config = builders.run_config(
+                AMPLE, rows=32, **PLAIN_SGD, accumulation=count, bias_rate=rate
+            )
+            state = builders.start(config)
+            assert (np.asarray(state.router_bias_XE) == 0).all()
+            state, metrics = builders.compiled_step(config)(state, Layout().place(batch))
+            biases[count], loads[count] = jax.device_get(
+                (state.router_bias_XE, metrics.router.load_E)
+            )
+    np.testing.assert_array_equal(loads[4], loads[1])
+    assert biases[1].shape == (1, 8) and biases[1].dtype == np.float32
+    expected = rate * np.sign(loads[1].mean(axis=1, keepdims=True) - loads[1])
+    assert {-rate, rate} <= set(expected.ravel().tolist())
+    for bias in biases.values():
+        np.testing.assert_array_equal(bias, expected)
+
+
 def test_noise_is_keyed_by_the_step():
     """S10: another step draws other noise, the same step the same."""
     model = replace(AMPLE, jitter=0.1, dropout=0.1)
@@ -365,7 +410,7 @@ def test_experts_and_layers_start_different_from_each_other():
 def test_state_stays_where_it_was_born(optimizer):
     """Cases 34, 41: moments lie as their parameters, nothing moves, nothing compiles twice."""
     model = replace(DECODER, activation="geglu", capacity_factor=1.0)
-    config = builders.run_config(model, optimizer=optimizer)
+    config = builders.run_config(model, optimizer=optimizer, bias_rate=0.1)
     with jax.set_mesh(builders.mesh("data2_expert2_model2")):
         state = jax.jit(partial(init_state, config, Layout()))()
 

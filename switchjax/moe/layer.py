@@ -130,7 +130,8 @@ def _switch(
         logits_bLE = _router_logits(x_bLD, weights.router_DE, config.jitter, noise)
         logits_gTE = logits_bLE.reshape(-1, group_size, E)
         real_gT = real_bL.reshape(-1, group_size)
-        if router_kind == "expert_choice":
+        experts_choose = router_kind == "expert_choice"
+        if experts_choose:
             choice = routing.expert_choice(logits_gTE, real_gT, capacity=num_slots)
         else:
             choice = routing.route(
@@ -143,13 +144,14 @@ def _switch(
                 if training and config.random_second
                 else None,
             )
-        sums = lax.psum(routing.router_sums(logits_gTE, real_gT, choice), TOKENS)
+        mine = routing.router_sums(logits_gTE, real_gT, choice, experts_chose=experts_choose)
+        sums = lax.psum(mine, TOKENS)
         stats = RouterStats(
             routing.balance_loss(sums),
             routing.z_loss(sums),
             sums.assigned_E,
             sums.dropped,
-            sums.tokens if router_kind == "expert_choice" else sums.assigned_E.sum(),
+            sums.tokens if experts_choose else sums.assigned_E.sum(),
         )
     with jax.named_scope("dispatch"):
         plan = all_to_all.plan(choice, E, num_slots)

@@ -77,9 +77,10 @@ def route(
         biased_GTE = jax.nn.softmax(logits_GTE, axis=-1) + bias_E[None, None]
         _, expert_GTQ = lax.top_k(lax.stop_gradient(biased_GTE), top_k)
         top_GTQ = jnp.take_along_axis(logits_GTE, expert_GTQ, axis=-1)
-    # Over the sum of the chosen probabilities, which may underflow together: hence by logits.
-    among_GTX = logits_GTE if top_k == 1 else top_GTQ
-    gate_GTQ = jnp.exp(top_GTQ - jax.nn.logsumexp(among_GTX, axis=-1, keepdims=True))
+    if top_k == 1:
+        gate_GTQ = jnp.exp(top_GTQ - jax.nn.logsumexp(logits_GTE, axis=-1, keepdims=True))
+    else:  # shares of the chosen probabilities, which need not be known, and may underflow
+        gate_GTQ = jax.nn.softmax(top_GTQ, axis=-1)
     asks_GTQ = real_GT[..., None]
     if second_GT is not None:
         sent_GT = second_GT < 2 * gate_GTQ[..., 1]
@@ -131,22 +132,35 @@ def expert_choice(
 
 
 def router_sums(
-    logits_GTE: Float[Array, "G T E"], real_GT: Bool[Array, "G T"], routing: Routing
+    logits_GTE: Float[Array, "G T E"],
+    real_GT: Bool[Array, "G T"],
+    routing: Routing,
+    *,
+    experts_chose: bool = False,
 ) -> RouterSums:
-    """This device's share of what the losses and metrics need."""
+    """This device's share of what the losses and metrics need.
+
+    Args:
+        experts_chose: the routing is one of `expert_choice`: what an expert did not take it was
+            not asked for, and a token is dropped if no expert took it.
+    """
     num_experts = logits_GTE.shape[-1]
     real_GT1 = real_GT[..., None]
-    asks_GTQ = routing.expert_GTQ < num_experts
-    missed_GTQ, alone_GT = asks_GTQ & ~routing.kept_GTQ, real_GT & ~asks_GTQ.any(axis=-1)
-    asked_GTQE = jax.nn.one_hot(routing.expert_GTQ, num_experts, dtype=jnp.int32)
+    if experts_chose:
+        assigned_E = routing.kept_GTQ.sum(axis=(0, 1), dtype=jnp.int32)
+        dropped = real_GT & ~routing.kept_GTQ.any(axis=-1)
+    else:
+        asked_GTQE = jax.nn.one_hot(routing.expert_GTQ, num_experts, dtype=jnp.int32)
+        assigned_E = asked_GTQE.sum(axis=(0, 1, 2), dtype=jnp.int32)
+        dropped = (routing.expert_GTQ < num_experts) & ~routing.kept_GTQ
     probs_GTE = jax.nn.softmax(logits_GTE, axis=-1)
     z_GT = jnp.square(jax.nn.logsumexp(logits_GTE, axis=-1))
     return RouterSums(
-        assigned_E=asked_GTQE.sum(axis=(0, 1, 2), dtype=jnp.int32),
+        assigned_E=assigned_E,
         prob_E=jnp.where(real_GT1, probs_GTE, 0).sum(axis=(0, 1)),
         z=jnp.where(real_GT, z_GT, 0).sum(),
         tokens=real_GT.sum(dtype=jnp.int32),
-        dropped=missed_GTQ.sum(dtype=jnp.int32) + alone_GT.sum(dtype=jnp.int32),
+        dropped=dropped.sum(dtype=jnp.int32),
     )
 
 

@@ -14,7 +14,7 @@ from small_meshes import LAYOUT, NAMES, put, use
 
 from switchjax.axes import DATA, EXPERT
 from switchjax.moe.dispatch import all_to_all
-from switchjax.moe.dispatch.slots import assign_slots, fill_slots, read_slots
+from switchjax.moe.dispatch.slots import assign_slots, fill_slots, read_slots, weighted_sum
 from switchjax.moe.routing import route
 
 WIDTH = 3
@@ -44,7 +44,7 @@ def wishes(draw):
 
 @partial(jax.jit, static_argnames=("top_k", "capacity"))
 def there_and_back(logits_GTE, real_GT, x_TD, dy_RD, *, top_k, capacity):
-    """Routing, slots, the buffer, what is read from it, and gradients of both ways."""
+    """Routing, slots, the buffer, what is read from it and its sums; gradients of all ways."""
     num_experts = logits_GTE.shape[-1]
     routing = route(logits_GTE, real_GT, top_k=top_k, capacity=capacity)
     slots = assign_slots(routing, num_experts, capacity)
@@ -52,6 +52,13 @@ def there_and_back(logits_GTE, real_GT, x_TD, dy_RD, *, top_k, capacity):
     y_TQD, read_vjp = jax.vjp(lambda y: read_slots(y, slots), x_RD)
     plain_fill_vjp = jax.vjp(lambda x: plain_gather(x, slots.choice_R // top_k), x_TD)[1]
     plain_read_vjp = jax.vjp(lambda y: plain_gather(y, slots.row_TQ), x_RD)[1]
+    gate_TQ = 1 + jnp.arange(x_TD.shape[0] * top_k).reshape(-1, top_k) / 8
+    sums, sum_vjp = jax.vjp(lambda y, gate: weighted_sum(y, slots, gate), dy_RD, gate_TQ)
+    plain_sums, plain_sum_vjp = jax.vjp(
+        lambda y, gate: (plain_gather(y, slots.row_TQ) * gate[..., None]).sum(axis=1),
+        dy_RD,
+        gate_TQ,
+    )
     dy_TQD = jnp.repeat(x_TD[:, None], top_k, axis=1) + jnp.arange(top_k)[None, :, None]
     return {
         "routing": routing,
@@ -60,6 +67,7 @@ def there_and_back(logits_GTE, real_GT, x_TD, dy_RD, *, top_k, capacity):
         "y_TQD": y_TQD,
         "filled": (fill_vjp(dy_RD), plain_fill_vjp(dy_RD)),
         "read": (read_vjp(dy_TQD), plain_read_vjp(dy_TQD)),
+        "summed": ((sums, *sum_vjp(x_TD)), (plain_sums, *plain_sum_vjp(x_TD))),
     }
 
 
@@ -98,6 +106,9 @@ def test_slots(wish):
     # The gather-only gradients are those of the plain gathers.
     for ours, plain in (found["filled"], found["read"]):
         np.testing.assert_array_equal(ours[0], plain[0])
+    # Sums by gate, whether by token or by row (`SIZES` has both), and their two gradients.
+    for ours, plain in zip(*found["summed"], strict=True):
+        np.testing.assert_allclose(ours, plain, rtol=1e-5, atol=1e-5)
 
 
 # --- Over meshes, inside shard_map ------------------------------------------------------------
@@ -113,7 +124,14 @@ def exchange(x_BLD, logits_BLE, real_BL, *, top_k, capacity):
         routing = route(logits_bLE, real_bL, top_k=top_k, capacity=capacity)
         plan = all_to_all.plan(routing, EXPERTS, capacity)
         x_eRD = all_to_all.dispatch(x_bLD.reshape(-1, x_bLD.shape[-1]), plan, EXPERTS)
-        back_TQD = all_to_all.combine(x_eRD, plan)
+        # Choice by choice, each with a gate of 1.
+        one_QQ = jnp.eye(top_k, dtype=x_bLD.dtype)
+        num_tokens = plan.row_TQ.shape[0]
+        back_QTD = [
+            all_to_all.combine(x_eRD, plan, jnp.broadcast_to(one_Q, (num_tokens, top_k)))
+            for one_Q in one_QQ
+        ]
+        back_TQD = jnp.stack(back_QTD, axis=1)
         return x_eRD, back_TQD.reshape(*x_bLD.shape[:2], top_k, -1), routing
 
     return jax.shard_map(

@@ -64,7 +64,8 @@ class ModelConfig:
     (GShard); at evaluation it is always sent."""
     encoder_router: RouterKind = "top_k"
     """Who chooses in the encoder: its tokens, as in the decoder, or each expert the tokens that
-    suit it best (expert choice, arXiv:2202.09368), as many as it has slots for."""
+    suit it best (expert choice, arXiv:2202.09368), as many as it has slots for: a token has
+    capacity_factor * top_k experts on average."""
     capacity_factor: float = 1.25
     """Slots of an expert over its fair share of the tokens, in training."""
     eval_capacity_factor: float | None = None
@@ -182,7 +183,8 @@ class OptimConfig:
     bias_rate: float = 0.0
     """What each step adds to the bias of an expert that got less than its share of the choices,
     and takes from the others: a bias on probabilities, for the choice alone (loss-free balancing,
-    arXiv:2408.15664). 0 = no bias. It acts beside the balancing loss."""
+    arXiv:2408.15664). 0 = no bias. It acts beside the balancing loss, and not on layers whose
+    experts choose, which are balanced anyway."""
 
     def __post_init__(self) -> None:
         _require_positive("optim", self, "learning_rate", "warmup_steps", "accumulation")

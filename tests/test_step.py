@@ -43,6 +43,7 @@ CASES = {
         clip_norm=0.1,
     ),
 }
+EXPERT_CHOICE = "encoder_decoder, expert choice, bias, accumulation, sgd"
 ON_ONE_MESH = {
     "encoder_decoder, 2 layers of experts, accumulation, jitter, adamw": builders.run_config(
         replace(TIGHT, moe_every=1, jitter=0.1),
@@ -52,7 +53,7 @@ ON_ONE_MESH = {
         warmup_steps=1,
         accumulation=2,
     ),
-    "encoder_decoder, expert choice, bias, accumulation, sgd": builders.run_config(
+    EXPERT_CHOICE: builders.run_config(
         replace(
             TIGHT,
             moe_every=1,
@@ -316,6 +317,13 @@ def test_a_step_moves_the_bias_of_the_router_once():
     assert {-rate, rate} <= set(expected.ravel().tolist())
     for bias in biases.values():
         np.testing.assert_array_equal(bias, expected)
+
+
+def test_the_bias_of_layers_whose_experts_choose_stays_0():
+    """Their load is even."""
+    bias_XE = reference(ON_ONE_MESH[EXPERT_CHOICE]).router_bias_XE
+    assert (bias_XE[:2] == 0).all()  # the encoder's
+    assert (bias_XE[2:] != 0).any(axis=1).all()
 
 
 def test_noise_is_keyed_by_the_step():

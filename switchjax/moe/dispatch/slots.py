@@ -5,7 +5,8 @@ a gather by one index is a gather by its inverse. Nothing is scattered but a few
 
 Except where choices outnumber the buffer's rows, as under expert choice, where a token has a
 choice for every expert: there a sum over choices adds the rows to their tokens, and no array of
-every choice's D numbers is made.
+every choice's D numbers is made. A GPU adds rows in an order of its own each time, unless XLA is
+told otherwise (`--xla_gpu_deterministic_ops`).
 """
 
 from typing import NamedTuple

@@ -7,8 +7,9 @@ as a suffix, one letter each; einsum strings use the same letters in lower case.
     F feed-forward width  H heads               K width of a head    V vocabulary
     N stacked periods     E experts             C slots of an expert in one group
     G groups              T tokens of a group   Q choices of a token (top-k)
-    R rows of an exchange buffer (G * C)            P peers: devices of the expert axis
-    N rows sorted by expert, where nothing drops    n lanes: the experts that a device sends to
+    R rows of an exchange buffer (G * C)     X Switch layers of the model, encoder first
+    P peers: devices of the expert axis      n lanes: the experts that a device sends to
+
 
 A capital is the whole dim; inside `shard_map` a lower-case letter is this device's part of it:
 `x_gTD` holds my groups, `w_in_eDf` my experts and my slice of their hidden dim.

@@ -15,6 +15,7 @@ from switchjax.errors import UserError
 Experts = Literal["separate", "folded"]
 Dispatcher = Literal["all_to_all", "all_gather", "ragged", "local"]
 Wire = Literal["compute", "bfloat16", "float8"]
+RouterKind = Literal["top_k", "expert_choice"]
 
 
 def _require(condition: bool, message: str) -> None:
@@ -60,11 +61,20 @@ class ModelConfig:
     num_experts: int = 8
     """Experts of a Switch layer."""
     top_k: int = 1
-    """Experts that a token asks for: 1 is Switch, 2 is GShard."""
+    """Experts that a token asks for: 1 is Switch, 2 is GShard, at most all."""
+    random_second: bool = False
+    """In training, send the second of two choices with a probability of twice its gate, at most 1
+    (GShard); at evaluation it is always sent."""
+    encoder_router: RouterKind = "top_k"
+    """Who chooses in the encoder: its tokens, as in the decoder, or each expert the tokens that
+    suit it best (expert choice, arXiv:2202.09368), as many as it has slots for: a token has
+    capacity_factor * top_k experts on average."""
     capacity_factor: float = 1.25
     """Slots of an expert over its fair share of the tokens, in training."""
     eval_capacity_factor: float | None = None
-    """The same at evaluation; None = as many slots as tokens, so that nothing drops."""
+    """The same at evaluation; None = as many slots as tokens, so that nothing drops. Under expert
+    choice None is the factor of training, since slots for all would give every expert all tokens:
+    another function."""
     group_size: int | None = None
     """Tokens that compete for the same slots, padding places included; None = one row."""
     jitter: float = 1e-2
@@ -101,14 +111,22 @@ class ModelConfig:
             f"model.moe_every {self.moe_every}",
         )
         _require(
-            self.top_k <= min(self.num_experts, 2),
-            f"model.top_k must be 1 or 2 and at most model.num_experts {self.num_experts}, "
-            f"got {self.top_k}",
+            self.top_k <= self.num_experts,
+            f"model.top_k must be at most model.num_experts {self.num_experts}, got {self.top_k}",
+        )
+        _require(
+            self.top_k == 2 or not self.random_second,
+            f"model.random_second needs model.top_k 2, got {self.top_k}",
         )
         if self.architecture == "decoder_only":
             _require(
                 self.d_kv % 2 == 0,
                 f"model.d_kv must be even for rotary positions, got {self.d_kv}",
+            )
+            _require(
+                self.encoder_router == "top_k",
+                f"model.encoder_router {self.encoder_router} needs model.architecture "
+                "encoder_decoder: in a decoder, experts would choose by looking at later tokens",
             )
 
 
@@ -165,12 +183,17 @@ class OptimConfig:
     """Weight of the load-balancing loss (Switch Transformer, eq. 4)."""
     z_coefficient: float = 1e-3
     """Weight of the router z-loss (ST-MoE, arXiv:2202.08906, eq. 5)."""
+    bias_rate: float = 0.0
+    """What each step adds to the bias of an expert that got less than its share of the choices,
+    and takes from the others: a bias on probabilities, for the choice alone (loss-free balancing,
+    arXiv:2408.15664). 0 = no bias. It acts beside the balancing loss, and not on layers whose
+    experts choose, which are balanced anyway."""
 
     def __post_init__(self) -> None:
         _require_positive("optim", self, "learning_rate", "warmup_steps", "accumulation")
         if self.clip_norm is not None:
             _require_positive("optim", self, "clip_norm")
-        for name in ("weight_decay", "balance_coefficient", "z_coefficient"):
+        for name in ("weight_decay", "balance_coefficient", "z_coefficient", "bias_rate"):
             value = getattr(self, name)
             _require(value >= 0, f"optim.{name} must be 0 or more, got {value}")
             _require(value < math.inf, f"optim.{name} must be finite, got {value}")

@@ -17,14 +17,16 @@ from switchjax.metrics import router_record
 from switchjax.model import SwitchTransformer
 from switchjax.moe.layer import RouterStats
 from switchjax.saved_steps import SavedSteps
-from switchjax.state import abstract_state
+from switchjax.state import TrainState, abstract_state
 from switchjax.step import eval_step
 
-EvalStep = Callable[[SwitchTransformer, Batch], tuple[TargetSums, RouterStats | None]]
+EvalStep = Callable[
+    [SwitchTransformer, jax.Array | None, Batch], tuple[TargetSums, RouterStats | None]
+]
 
 
 def evaluate(
-    model: SwitchTransformer, batches: Iterable[Batch], compiled_eval_step: EvalStep
+    state: TrainState, batches: Iterable[Batch], compiled_eval_step: EvalStep
 ) -> dict[str, float]:
     """Cross-entropy (nats per target), perplexity, accuracy and router use over all batches.
 
@@ -32,10 +34,13 @@ def evaluate(
     and one of none nothing.
 
     Args:
-        batches: on the devices of the model.
+        batches: on the devices of the state.
         compiled_eval_step: `step.eval_step` under `jax.jit`.
     """
-    results = jax.device_get([compiled_eval_step(model, batch) for batch in batches])
+    model, router_bias_XE = state.model, state.router_bias_XE
+    results = jax.device_get(
+        [compiled_eval_step(model, router_bias_XE, batch) for batch in batches]
+    )
     nats = sum(float(target.nats) for target, _ in results)
     targets = sum(int(target.targets) for target, _ in results)
     correct = sum(int(target.correct) for target, _ in results)
@@ -76,5 +81,5 @@ def evaluate_run(config: EvalConfig) -> dict[str, float]:
     with jax.set_mesh(mesh):
         state, _ = saved.restore(step, abstract_state(run, layout))
         batches = (layout.place(batch) for batch in data.eval_batches)
-        record = evaluate(state.model, batches, jax.jit(eval_step))
+        record = evaluate(state, batches, jax.jit(eval_step))
     return {"step": step} | record | {"unigram_entropy": data.unigram_entropy}

@@ -119,6 +119,11 @@ def _check_experts(model: ModelConfig, shape: MeshShape) -> None:
         devices = shape.expert * shape.model
         name = "with folded experts expert * model"
         _divides(shape, name, devices, "model.num_experts", model.num_experts)
+    if exchange.dispatcher == "ragged" and model.encoder_router == "expert_choice":
+        raise UserError(
+            f"mesh {shape.name}: dispatcher ragged is for experts that take whatever chooses them; "
+            "model.encoder_router expert_choice fills a fixed number of slots: choose all_to_all"
+        )
     if exchange.dispatcher == "ragged" and model.eval_capacity_factor is not None:
         raise UserError(
             f"mesh {shape.name}: dispatcher ragged drops nothing, so leave out "

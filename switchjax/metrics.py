@@ -31,14 +31,15 @@ def router_record(router: RouterStats | None) -> dict[str, float]:
 
     Returns:
         `load_max` and `load_min`: the largest and smallest share of its layer's choices that any
-        expert got; `dead_experts`: how many got none; `drop_fraction`: of all choices.
+        expert got; `dead_experts`: how many got none; `drop_fraction`: of all choices (where
+        experts choose: of all tokens).
     """
     if router is None:
         return {"drop_fraction": 0.0, "load_max": 0.0, "load_min": 0.0, "dead_experts": 0}
     load_XE = np.asarray(router.load_E)
     share_XE = load_XE / np.maximum(load_XE.sum(axis=1, keepdims=True), 1)
     return {
-        "drop_fraction": float(router.dropped.sum() / max(load_XE.sum(), 1)),
+        "drop_fraction": float(router.dropped.sum() / max(router.asked.sum(), 1)),
         "load_max": float(share_XE.max()),
         "load_min": float(share_XE.min()),
         "dead_experts": int((load_XE == 0).sum()),

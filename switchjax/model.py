@@ -52,11 +52,20 @@ class Block(nnx.Module):
         self.cross_attention = Attention(keys[1], config, layout) if cross else None
         self.ff_norm = RMSNorm(config.d_model, layout)
         self.mlp = None if switch else Mlp(keys[2], config, layout)
-        self.switch = SwitchLayer(keys[2], config, layout) if switch else None
+        # A block without cross-attention is an encoder's, or of a decoder alone, whose config does
+        # not let experts choose.
+        router_kind = "top_k" if cross else config.encoder_router
+        self.switch = (
+            SwitchLayer(keys[2], config, layout, router_kind=router_kind) if switch else None
+        )
         self.rate = config.dropout
 
     def __call__(
-        self, x_BLD: Float[Array, "B L D"], around: Surroundings, noise: Noise | None
+        self,
+        x_BLD: Float[Array, "B L D"],
+        around: Surroundings,
+        noise: Noise | None,
+        router_bias_E: Float[Array, "E"] | None,
     ) -> tuple[Float[Array, "B L D"], RouterStats | None]:
         normed_BLD = self.attention_norm(x_BLD)
         y_BLD = self.attention(
@@ -78,7 +87,8 @@ class Block(nnx.Module):
             y_BLD = self.mlp(normed_BLD, _site(noise, 2))
         else:
             assert self.switch is not None
-            y_BLD, stats = self.switch(normed_BLD, around.segment_BL > 0, _site(noise, 2))
+            real_BL = around.segment_BL > 0
+            y_BLD, stats = self.switch(normed_BLD, real_BL, _site(noise, 2), router_bias_E)
         return x_BLD + dropout(y_BLD, self.rate, _site(noise, 3)), stats
 
 
@@ -93,11 +103,15 @@ class Period(nnx.Module):
         )
 
     def __call__(
-        self, x_BLD: Float[Array, "B L D"], around: Surroundings, noise: Noise | None
+        self,
+        x_BLD: Float[Array, "B L D"],
+        around: Surroundings,
+        noise: Noise | None,
+        router_bias_E: Float[Array, "E"] | None,
     ) -> tuple[Float[Array, "B L D"], RouterStats | None]:
         stats = None
         for i, block in enumerate(self.blocks):
-            x_BLD, stats = block(x_BLD, around, _site(noise, i))
+            x_BLD, stats = block(x_BLD, around, _site(noise, i), router_bias_E)
         return x_BLD, stats
 
 
@@ -127,6 +141,7 @@ class Stack(nnx.Module):
         segment_BL: Int[Array, "B L"],
         noise: Noise | None,
         *,
+        router_bias_NE: Float[Array, "N E"] | None = None,
         context_BSD: Float[Array, "B S D"] | None = None,
         context_segment_BS: Int[Array, "B S"] | None = None,
     ) -> tuple[Float[Array, "B L D"], RouterStats | None]:
@@ -143,9 +158,9 @@ class Stack(nnx.Module):
             else visible(segment_BL, context_segment_BS, causal=False),
         )
 
-        def body(x_BLD, period_and_index):
-            period, index = period_and_index
-            return period(x_BLD, around, _site(noise, index))
+        def body(x_BLD, of_period):
+            period, index, router_bias_E = of_period
+            return period(x_BLD, around, _site(noise, index), router_bias_E)
 
         if self.config.remat:
             body = jax.checkpoint(body, prevent_cse=not self.config.scan)
@@ -155,7 +170,7 @@ class Stack(nnx.Module):
         x_BLD, stats = lax.scan(
             body,
             x_BLD,
-            (self.periods, jnp.arange(num_periods)),
+            (self.periods, jnp.arange(num_periods), router_bias_NE),
             unroll=1 if self.config.scan else num_periods,
         )
         return dropout(self.norm(x_BLD), rate, _site(noise, num_periods + 1)), stats
@@ -176,19 +191,26 @@ class SwitchTransformer(nnx.Module):
         self.dtype = config.dtype
 
     def __call__(
-        self, batch: Batch, noise: Noise | None
+        self,
+        batch: Batch,
+        noise: Noise | None,
+        router_bias_XE: Float[Array, "X E"] | None = None,
     ) -> tuple[Float[Array, "B L V"], RouterStats | None]:
         """Logits, and the statistics of all Switch layers [layers, ...], encoder first.
 
         Args:
             noise: of training; None at evaluation.
+            router_bias_XE: what the state holds, its layers in the order of the statistics.
         """
-        context_BSD, stats = None, []
+        context_BSD, stats, decoder_bias_NE = None, [], router_bias_XE
         if self.encoder is not None:
             assert batch.encoder_tokens_BS is not None and batch.encoder_segment_BS is not None
+            encoder_bias_NE = None
+            if router_bias_XE is not None:
+                encoder_bias_NE, decoder_bias_NE = jnp.split(router_bias_XE, 2)
             x_BSD = self.embedding.embed(batch.encoder_tokens_BS, self.dtype)
             context_BSD, encoder_stats = self.encoder(
-                x_BSD, batch.encoder_segment_BS, _site(noise, 0)
+                x_BSD, batch.encoder_segment_BS, _site(noise, 0), router_bias_NE=encoder_bias_NE
             )
             stats.append(encoder_stats)
         x_BLD = self.embedding.embed(batch.tokens_BL, self.dtype)
@@ -196,6 +218,7 @@ class SwitchTransformer(nnx.Module):
             x_BLD,
             batch.segment_BL,
             _site(noise, 1),
+            router_bias_NE=decoder_bias_NE,
             context_BSD=context_BSD,
             context_segment_BS=batch.encoder_segment_BS,
         )

@@ -10,16 +10,17 @@ from jax.sharding import NamedSharding
 
 from switchjax.config import RunConfig
 from switchjax.layout import Layout
-from switchjax.model import SwitchTransformer
+from switchjax.model import SwitchTransformer, switch_layer_names
 from switchjax.optim import make_optimizer
 
 
 class TrainState(NamedTuple):
-    """Parameters, optimizer state, and the number of finished optimizer steps."""
+    """What a step hands to the next one; all of it is in a checkpoint."""
 
-    step: Array
+    step: Array  # finished optimizer steps
     model: SwitchTransformer
     opt_state: optax.OptState
+    router_bias_XE: Array | None  # on the choice of experts, float32; None without a bias rate
 
 
 def keys(config: RunConfig) -> tuple[Array, Array]:
@@ -32,7 +33,16 @@ def init_state(config: RunConfig, layout: Layout) -> TrainState:
     """The state before the first step, on the mesh in use; bitwise the same on any mesh."""
     model = SwitchTransformer(keys(config)[0], config.model, layout)
     parameters: Any = model  # optax takes any pytree and names a few kinds
-    return TrainState(jnp.int32(0), model, make_optimizer(config.optim).init(parameters))
+    opt_state = make_optimizer(config.optim).init(parameters)
+    return TrainState(jnp.int32(0), model, opt_state, init_router_bias(config))
+
+
+def init_router_bias(config: RunConfig) -> Array | None:
+    """No preference [Switch layers, experts]; None where nothing would ever move it."""
+    num_layers = len(switch_layer_names(config.model))
+    if not config.optim.bias_rate or not num_layers:
+        return None
+    return jnp.zeros((num_layers, config.model.num_experts), jnp.float32)
 
 
 def abstract_state(config: RunConfig, layout: Layout) -> TrainState:

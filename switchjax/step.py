@@ -15,6 +15,7 @@ from switchjax.loss import TargetSums, target_sums
 from switchjax.metrics import StepMetrics
 from switchjax.model import SwitchTransformer
 from switchjax.moe.layer import RouterStats
+from switchjax.moe.routing import moved_bias
 from switchjax.nn.noise import Noise
 from switchjax.optim import learning_rate, make_optimizer
 from switchjax.state import TrainState, keys
@@ -55,7 +56,8 @@ def train_step(
 
     def gradient(micro: Batch) -> tuple[SwitchTransformer, LossParts]:
         noise = Noise(key, micro.row_B)
-        return jax.grad(_loss, has_aux=True)(state.model, micro, noise, whole, optim)
+        of_model = jax.grad(_loss, has_aux=True)
+        return of_model(state.model, state.router_bias_XE, micro, noise, whole, optim)
 
     parameters: Any = state.model  # optax takes any pytree and names a few kinds
     grads: Any
@@ -73,11 +75,15 @@ def train_step(
         router=parts.router,
     )
     model: Any = optax.apply_updates(parameters, updates)
-    return TrainState(state.step + 1, model, opt_state), metrics
+    router_bias_XE = state.router_bias_XE
+    if router_bias_XE is not None and parts.router is not None:
+        router_bias_XE = moved_bias(router_bias_XE, parts.router.load_E, optim.bias_rate)
+    return TrainState(state.step + 1, model, opt_state, router_bias_XE), metrics
 
 
 def _loss(
     model: SwitchTransformer,
+    router_bias_XE: Array | None,
     micro: Batch,
     noise: Noise,
     whole: Counts,
@@ -88,7 +94,7 @@ def _loss(
     Args:
         whole: of the whole batch, so that every target and every routed token weighs the same.
     """
-    logits_BLV, router = model(micro, noise)
+    logits_BLV, router = model(micro, noise, router_bias_XE)
     ce = target_sums(logits_BLV, micro.targets_BL, micro.target_mask_BL).nats
     ce /= jnp.maximum(whole.targets, 1)
     if router is not None:
@@ -136,7 +142,9 @@ def _accumulate(
     return lax.scan(add, zeros, micros)[0]
 
 
-def eval_step(model: SwitchTransformer, batch: Batch) -> tuple[TargetSums, RouterStats | None]:
-    """Sums over one batch: no noise, and unless the config says otherwise nothing drops."""
-    logits_BLV, router = model(batch, None)
+def eval_step(
+    model: SwitchTransformer, router_bias_XE: Array | None, batch: Batch
+) -> tuple[TargetSums, RouterStats | None]:
+    """Sums over one batch: no noise, and unless the config says otherwise no choice drops."""
+    logits_BLV, router = model(batch, None, router_bias_XE)
     return target_sums(logits_BLV, batch.targets_BL, batch.target_mask_BL), router

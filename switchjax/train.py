@@ -184,7 +184,7 @@ def _compile(run: _Run, state: TrainState) -> _Compiled:
     step = partial(train_step, run.config, run.layout)
     compiled = _Compiled(
         jax.jit(step, donate_argnums=0).lower(state, batch).compile(),
-        jax.jit(eval_step).lower(state.model, batch).compile(),
+        jax.jit(eval_step).lower(state.model, state.router_bias_XE, batch).compile(),
         jax.jit(_are_finite).lower(state).compile(),
     )
     _say(run.console, f"compiled in {time.perf_counter() - began:.1f} s")
@@ -226,7 +226,7 @@ def _loop(run: _Run, start: _Start, compiled: _Compiled, log: RunLog) -> Result:
                 log.say(f"{stop.name}: saving step {number}; a second one leaves at once")
             if last or (number % config.eval_every == 0 and stop is None):
                 report.now()
-                evaluation = evaluate(state.model, eval_batches, compiled.eval_step)
+                evaluation = evaluate(state, eval_batches, compiled.eval_step)
                 log.evaluation(number, evaluation)
             if last or number % config.checkpoint_every == 0 or stop is not None:
                 report.now()

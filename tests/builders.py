@@ -14,9 +14,10 @@ from switchjax.mesh import MeshShape, make_submesh, mesh_names, read_mesh
 from switchjax.metrics import StepMetrics
 from switchjax.model import SwitchTransformer
 from switchjax.optim import make_optimizer
-from switchjax.state import TrainState, abstract_state, init_state
+from switchjax.state import TrainState, abstract_state, init_router_bias, init_state
 from switchjax.step import train_step
 
+SEPARATE = Layout()
 ENCODER_LENGTH = 16
 DECODER_LENGTH = 8
 
@@ -102,16 +103,21 @@ def mesh(name: str) -> jax.sharding.Mesh:
     return make_submesh(read_mesh(name))
 
 
-def start(config: RunConfig) -> TrainState:
+def layout(name: str) -> Layout:
+    """Of the same mesh file."""
+    return Layout.of(read_mesh(name))
+
+
+def start(config: RunConfig, layout: Layout = SEPARATE) -> TrainState:
     """The state before the first step, on the mesh in use.
 
     The model is made once, on one device, and moved: `test_initial_parameters` shows that it is
     the same as one made on any mesh.
     """
-    shardings = jax.tree.map(lambda x: x.sharding, abstract_state(config, Layout()).model)
+    shardings = jax.tree.map(lambda x: x.sharding, abstract_state(config, layout).model)
     model = jax.device_put(_model(config.model, config.seed), shardings)
     opt_state = jax.jit(make_optimizer(config.optim).init)(model)
-    return TrainState(jax.numpy.int32(0), model, opt_state)
+    return TrainState(jax.numpy.int32(0), model, opt_state, init_router_bias(config))
 
 
 @cache
@@ -122,10 +128,10 @@ def _model(config: ModelConfig, seed: int) -> SwitchTransformer:
 
 
 def compiled_step(
-    config: RunConfig,
+    config: RunConfig, layout: Layout = SEPARATE
 ) -> Callable[[TrainState, Batch], tuple[TrainState, StepMetrics]]:
     """`train_step` as training runs it, but that the old state stays alive."""
-    return jax.jit(partial(train_step, config, Layout()))
+    return jax.jit(partial(train_step, config, layout))
 
 
 def one_step(config: RunConfig, batch: Batch) -> tuple[dict, dict, StepMetrics]:

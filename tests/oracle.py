@@ -5,6 +5,7 @@ expert is called for one token at a time, and no index is ever computed. Slow, a
 read. `tests/moe/test_oracle.py` checks its gradients by finite differences.
 """
 
+import itertools
 import math
 from dataclasses import dataclass
 
@@ -56,6 +57,8 @@ class Token:
     experts: list[int]
     gates: list[float]
     kept: list[bool]
+    shared: bool  # gates are shares of the chosen probabilities; else those themselves
+    margin: float  # how far it is from other choices
 
 
 def switch(
@@ -67,40 +70,109 @@ def switch(
     capacity: int,
     top_k: int,
     cotangents: Cotangents,
+    bias: np.ndarray | None = None,
+    second: np.ndarray | None = None,
 ) -> Result:
-    """The layer without jitter and dropout, forward and backward."""
+    """The layer without jitter and dropout, forward and backward.
+
+    Args:
+        bias: [E], added to probabilities for the choice alone.
+        second: [B, L], numbers in [0, 1): a second choice is sent where they are below twice its
+            gate.
+    """
     num_experts = weights.router.shape[1]
-    xs = x.reshape(-1, x.shape[-1]).astype(np.float64)
-    dys = cotangents.y.reshape(xs.shape)
+    tokens = _tokens(x, real, weights)
+    for token in tokens.values():
+        _ask(token, top_k, np.zeros(num_experts) if bias is None else bias)
+    load, dropped = [0] * num_experts, 0
+    for start in range(0, real.size, group_size):
+        queue = [0] * num_experts
+        for choice in range(top_k):
+            for number in range(start, start + group_size):
+                if number not in tokens:
+                    continue
+                token = tokens[number]
+                if choice == 1 and second is not None:
+                    above = 2 * token.gates[1] - float(second.reshape(-1)[number])
+                    token.margin = min(token.margin, abs(above))
+                    if above <= 0:
+                        token.kept.append(False)
+                        continue
+                expert = token.experts[choice]
+                token.kept.append(queue[expert] < capacity)
+                dropped += queue[expert] >= capacity
+                queue[expert] += 1
+                load[expert] += 1
+    return _layer(x, tokens, load, dropped, weights, cotangents)
+
+
+def expert_choice(
+    x: np.ndarray,
+    real: np.ndarray,
+    weights: Weights,
+    *,
+    group_size: int,
+    capacity: int,
+    cotangents: Cotangents,
+) -> Result:
+    """The same layer where each expert takes its likeliest tokens of every group."""
+    num_experts = weights.router.shape[1]
+    tokens = _tokens(x, real, weights)
+    load = [0] * num_experts
+    for start in range(0, real.size, group_size):
+        group = [tokens[n] for n in range(start, start + group_size) if n in tokens]
+        for expert in range(num_experts):
+            ranked = sorted(group, key=lambda t: (-t.probs[expert], t.number))
+            for token in ranked[:capacity]:
+                token.experts.append(expert)
+                token.gates.append(token.probs[expert])
+                token.kept.append(True)
+                load[expert] += 1
+            if len(ranked) > capacity:
+                last, next_one = ranked[capacity - 1], ranked[capacity]
+                gap = last.probs[expert] - next_one.probs[expert]
+                last.margin = min(last.margin, gap)
+    dropped = sum(not token.experts for token in tokens.values())
+    return _layer(x, tokens, load, dropped, weights, cotangents)
+
+
+def _tokens(x: np.ndarray, real: np.ndarray, weights: Weights) -> dict[int, Token]:
+    """The real tokens by their numbers, without experts yet."""
+    xs, router = x.reshape(-1, x.shape[-1]).astype(np.float64), weights.router.astype(np.float64)
+    tokens = {}
+    for number in range(len(xs)):
+        if real.reshape(-1)[number]:
+            logits = xs[number] @ router
+            lse = math.log(sum(math.exp(logit - logits.max()) for logit in logits)) + logits.max()
+            probs = np.array([math.exp(logit - lse) for logit in logits])
+            tokens[number] = Token(number, xs[number], probs, lse, [], [], [], False, math.inf)
+    return tokens
+
+
+def _layer(
+    x: np.ndarray,
+    tokens: dict[int, Token],
+    load: list[int],
+    dropped: int,
+    weights: Weights,
+    cotangents: Cotangents,
+) -> Result:
+    """What the layer returns once every token has its experts, and all gradients."""
+    num_experts = weights.router.shape[1]
+    dys = cotangents.y.reshape(-1, x.shape[-1])
     weights = Weights(
         *(
             None if w is None else w.astype(np.float64)
             for w in (weights.router, weights.w_in, weights.w_gate, weights.w_out)
         )
     )
-    tokens = {
-        number: _ask(number, xs[number], weights.router, top_k)
-        for number in range(len(xs))
-        if real.reshape(-1)[number]
-    }
-    load = [0] * num_experts
-    for start in range(0, len(xs), group_size):
-        queue = [0] * num_experts
-        for choice in range(top_k):
-            for number in range(start, start + group_size):
-                if number in tokens:
-                    expert = tokens[number].experts[choice]
-                    tokens[number].kept.append(queue[expert] < capacity)
-                    queue[expert] += 1
-                    load[expert] += 1
-
     count = max(len(tokens), 1)
     share = [n / max(sum(load), 1) for n in load]
     mean_prob = [sum(t.probs[e] for t in tokens.values()) / count for e in range(num_experts)]
     aux = num_experts * sum(f * p for f, p in zip(share, mean_prob, strict=True))
     z = sum(t.lse**2 for t in tokens.values()) / count
 
-    y, dx = np.zeros_like(xs), np.zeros_like(xs)
+    y, dx = np.zeros(dys.shape), np.zeros(dys.shape)
     grads = Weights(
         np.zeros_like(weights.router),
         np.zeros_like(weights.w_in),
@@ -130,8 +202,8 @@ def switch(
         aux=aux,
         z=z,
         load=load,
-        dropped=sum(not kept for t in tokens.values() for kept in t.kept),
-        margin=min((_margin(t) for t in tokens.values()), default=math.inf),
+        dropped=dropped,
+        margin=min((t.margin for t in tokens.values()), default=math.inf),
         objective=float(
             (y * dys).sum() + cotangents.aux_coefficient * aux + cotangents.z_coefficient * z
         ),
@@ -140,27 +212,23 @@ def switch(
     )
 
 
-def _ask(number: int, x: np.ndarray, router: np.ndarray, top_k: int) -> Token:
-    """A token with its experts, best first; of equals the lower number."""
-    logits = x @ router
-    lse = math.log(sum(math.exp(logit - logits.max()) for logit in logits)) + logits.max()
-    probs = np.array([math.exp(logit - lse) for logit in logits])
-    experts = sorted(range(len(probs)), key=lambda e: (-probs[e], e))[:top_k]
-    total = sum(probs[e] for e in experts) if top_k > 1 else 1.0
-    return Token(number, x, probs, lse, experts, [probs[e] / total for e in experts], [])
-
-
-def _margin(token: Token) -> float:
-    """How far the token is from other choices: below float32's errors, no test can be exact."""
-    descending = sorted(token.probs, reverse=True)
-    gaps = [descending[i] - descending[i + 1] for i in range(len(descending) - 1)]
-    return min(gaps[: len(token.experts)], default=math.inf)
+def _ask(token: Token, top_k: int, bias: np.ndarray) -> None:
+    """Gives a token its experts, best first; of equals the lower number."""
+    biased, probs = token.probs + bias, token.probs
+    ranked = sorted(range(len(probs)), key=lambda e: (-biased[e], e))
+    token.experts, token.shared = ranked[:top_k], top_k > 1
+    total = sum(probs[e] for e in token.experts) if token.shared else 1.0
+    token.gates = [probs[e] / total for e in token.experts]
+    # Below float32's errors, no test can be exact.
+    gaps = [biased[one] - biased[next_one] for one, next_one in itertools.pairwise(ranked)]
+    token.margin = min(gaps[:top_k], default=math.inf)
 
 
 def _gate_backward(token: Token, dgates: list[float], dprobs: np.ndarray) -> None:
     """Adds the gates' part to the gradient of the probabilities."""
-    if len(token.experts) == 1:
-        dprobs[token.experts[0]] += dgates[0]
+    if not token.shared:
+        for expert, dgate in zip(token.experts, dgates, strict=True):
+            dprobs[expert] += dgate
         return
     total = sum(token.probs[e] for e in token.experts)
     shared = sum(d * token.probs[e] for e, d in zip(token.experts, dgates, strict=True)) / total**2

@@ -26,6 +26,7 @@ from switchjax.checkpoint import Checkpoints
 from switchjax.config import ModelConfig, RunConfig
 from switchjax.errors import UserError
 from switchjax.saved_steps import SavedSteps, named_leaves
+from switchjax.state import TrainState
 
 EXPERTS = 8
 CONFIG = RunConfig(model=ModelConfig(num_experts=EXPERTS), steps=7)
@@ -147,6 +148,21 @@ def test_restores_bitwise_on_another_mesh(tmp_path, shape):  # cases 7, 34
     for name, leaf in named_leaves(state).items():
         assert leaf.sharding == wanted[name].sharding, name
     assert isinstance(state["model"].blocks[0].w_in_EDF, nnx.Param)
+
+
+@pytest.mark.parametrize("shape", [(2, 2, 2), (1, 1, 1), (8, 1, 1)])
+def test_the_bias_of_the_router_comes_back(tmp_path, shape):  # case 63
+    parts = make_state(5)
+    bias_XE = jnp.asarray(np.random.default_rng(0).normal(size=(3, EXPERTS)), jnp.float32)
+    state = TrainState(parts["step"], parts["model"], parts["optimizer"], bias_XE)
+    with open_checkpoints(tmp_path) as checkpoints:
+        save(checkpoints, 5, put(state, make_mesh((2, 2, 2))))
+    restored, _ = SavedSteps(tmp_path).restore(5, target_like(state, make_mesh(shape)))
+    assert_same(restored, state)
+    assert "router_bias_XE" in named_leaves(restored)
+    without = target_like(state._replace(router_bias_XE=None), make_mesh(shape))
+    with pytest.raises(UserError, match=r"does not fit: extra router_bias_XE$"):
+        SavedSteps(tmp_path).restore(5, without)
 
 
 def child_restores(directory, devices):

@@ -11,8 +11,9 @@ from switchjax.moe.layer import RouterStats
 
 
 def stats(load_XE: list, dropped_X: list) -> RouterStats:
-    zeros = np.zeros(len(load_XE), np.float32)
-    return RouterStats(zeros, zeros, np.array(load_XE, np.int32), np.array(dropped_X, np.int32))
+    zeros, load = np.zeros(len(load_XE), np.float32), np.array(load_XE, np.int32)
+    dropped = np.array(dropped_X, np.int32)
+    return RouterStats(zeros, zeros, load, dropped, load.sum(axis=1), zeros)
 
 
 def test_record_by_hand():
@@ -61,7 +62,10 @@ def collapsed(logits_TE: Array) -> tuple[float, RouterStats]:
     sums = routing.router_sums(logits_TE[None], real_GT, choice)
     balance = routing.balance_loss(sums)
     load_XE, dropped_X = np.asarray(sums.assigned_E)[None], np.asarray(sums.dropped)[None]
-    return float(balance), RouterStats(np.array([balance]), np.zeros(1), load_XE, dropped_X)
+    asked_X = load_XE.sum(axis=1)
+    return float(balance), RouterStats(
+        np.array([balance]), np.zeros(1), load_XE, dropped_X, asked_X, np.zeros(1)
+    )
 
 
 def test_collapse_that_the_balance_loss_cannot_see():

@@ -281,8 +281,44 @@ def test_an_evaluation_capacity_is_obeyed_and_reported():
     """S13: who asks for a capacity at evaluation is told what dropped."""
     config = replace(SMALL, eval_capacity_factor=0.5)
     with jax.set_mesh(builders.mesh("single")):
-        _, stats = jax.jit(eval_step)(make(config), Layout().place(builders.random_batch(config)))
+        _, stats = jax.jit(eval_step)(
+            make(config), None, Layout().place(builders.random_batch(config))
+        )
     assert stats.dropped.sum() > 0
+
+
+@pytest.mark.parametrize("scan", [True, False])
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_every_layer_has_the_bias_of_its_own_row(architecture, scan):
+    """Case 63: a bias larger than any probability, in row x on expert x; and it moves no gate."""
+    config = replace(of(SMALL, architecture), num_layers=4, moe_every=2, scan=scan)
+    batch = builders.random_batch(config)
+    X, E = len(switch_layer_names(config)), config.num_experts
+    assert 1 < X <= E
+    with jax.set_mesh(builders.mesh("single")):
+        bias_XE, placed = 2 * jnp.eye(X, E), Layout().place(batch)
+        compiled = jax.jit(eval_step)
+        _, stats = jax.device_get(compiled(make(config), bias_XE, placed))
+        zeros, plain = jax.device_get(
+            [compiled(make(config), bias, placed) for bias in (0 * bias_XE, None)]
+        )
+    np.testing.assert_array_equal(stats.load_E > 0, np.eye(X, E))
+    np.testing.assert_array_equal(zeros[1].load_E, plain[1].load_E)
+    assert zeros[0].nats == plain[0].nats
+
+
+def test_experts_choose_in_the_encoder_alone():
+    """There all have the same load, even with a bias, and the decoder's have not."""
+    config = replace(SMALL, encoder_router="expert_choice")
+    batch = builders.random_batch(config)
+    with jax.set_mesh(builders.mesh("single")):
+        bias_XE, placed = jnp.eye(2, config.num_experts), Layout().place(batch)
+        _, stats = jax.device_get(jax.jit(eval_step)(make(config), bias_XE, placed))
+    encoder, decoder = stats.load_E
+    assert len(set(encoder.tolist())) == 1 and len(set(decoder.tolist())) > 1
+    tokens = [(s > 0).sum() for s in (batch.encoder_segment_BS, batch.segment_BL)]
+    assert stats.asked.tolist() == tokens
+    assert decoder.sum() == tokens[1] and stats.dropped[1] == 0
 
 
 # What must not change the numbers.
@@ -401,6 +437,6 @@ def test_names_of_switch_layers_follow_the_statistics():
     assert switch_layer_names(every) == ("decoder 1", "decoder 2", "decoder 3", "decoder 4")
     batch = builders.random_batch(config)
     with jax.set_mesh(builders.mesh("single")):
-        _, stats = jax.jit(eval_step)(make(config), Layout().place(batch))
+        _, stats = jax.jit(eval_step)(make(config), None, Layout().place(batch))
     tokens = [(batch.encoder_segment_BS > 0).sum(), (batch.segment_BL > 0).sum()]
     np.testing.assert_array_equal(stats.load_E.sum(axis=1), np.repeat(tokens, 2))

@@ -43,6 +43,7 @@ CASES = {
         clip_norm=0.1,
     ),
 }
+EXPERT_CHOICE = "encoder_decoder, expert choice, bias, accumulation, sgd"
 ON_ONE_MESH = {
     "encoder_decoder, 2 layers of experts, accumulation, jitter, adamw": builders.run_config(
         replace(TIGHT, moe_every=1, jitter=0.1),
@@ -51,6 +52,23 @@ ON_ONE_MESH = {
         learning_rate=1e-3,
         warmup_steps=1,
         accumulation=2,
+    ),
+    EXPERT_CHOICE: builders.run_config(
+        replace(
+            TIGHT,
+            moe_every=1,
+            encoder_router="expert_choice",
+            top_k=2,
+            random_second=True,
+            capacity_factor=0.5,
+        ),
+        rows=16,
+        optimizer="sgd",
+        learning_rate=1.0,
+        warmup_steps=1,
+        clip_norm=None,
+        accumulation=2,
+        bias_rate=0.05,
     ),
     "encoder_decoder, top 2, groups, adafactor": builders.run_config(
         replace(TIGHT, top_k=2, group_size=4),
@@ -66,20 +84,23 @@ class Run(NamedTuple):
 
     parameters: list[dict[str, np.ndarray]]  # before the first step and after each
     opt_state: dict[str, np.ndarray]  # after the last step
+    router_bias_XE: np.ndarray | None  # likewise
     metrics: list[StepMetrics]
 
 
 def three_steps(config: RunConfig, mesh_name: str) -> Run:
+    layout = builders.layout(mesh_name)
     with jax.set_mesh(builders.mesh(mesh_name)):
-        state, step = builders.start(config), builders.compiled_step(config)
+        state, step = builders.start(config, layout), builders.compiled_step(config, layout)
         parameters, metrics = [builders.host_leaves(state.model)], []
         for number in range(3):
             batch = builders.random_batch(config.model, config.data.batch_size, seed=number)
-            state, measured = step(state, Layout().place(batch))
+            state, measured = step(state, layout.place(batch))
             parameters.append(builders.host_leaves(state.model))
             metrics.append(jax.device_get(measured))
         assert_replicas_agree(state)
-        return Run(parameters, builders.host_leaves(state.opt_state), metrics)
+        opt_state = builders.host_leaves(state.opt_state)
+        return Run(parameters, opt_state, jax.device_get(state.router_bias_XE), metrics)
 
 
 reference = cache(partial(three_steps, mesh_name="single"))
@@ -111,6 +132,9 @@ def assert_equal_runs(run: Run, expected: Run) -> None:
             np.testing.assert_allclose(got[name], want[name], **GRADIENTS, err_msg=name)
     for name, want in expected.opt_state.items():
         np.testing.assert_allclose(run.opt_state[name], want, **GRADIENTS, err_msg=name)
+    assert (run.router_bias_XE is None) == (expected.router_bias_XE is None)
+    if expected.router_bias_XE is not None:
+        np.testing.assert_array_equal(run.router_bias_XE, expected.router_bias_XE)
 
 
 @pytest.mark.mesh
@@ -127,6 +151,39 @@ def test_three_steps_are_the_same_on_every_mesh(case, mesh_name):
 def test_three_steps_are_the_same_on_a_mixed_mesh(case):
     config = ON_ONE_MESH[case]
     assert_equal_runs(three_steps(config, "data2_expert2_model2"), reference(config))
+
+
+# Case 57: tensors in groups of four, and experts whole, split, over the group, or over more.
+WAYS = {
+    "hidden over model": "data=2,model=4",
+    "experts over model": "data2_model4_folded",
+    "experts over both": "expert=2,model=4,experts=folded",
+    "only what peers need": "expert4_model2,dispatcher=all_gather,buffer=1.5",
+    "everything to all": "expert8,dispatcher=all_gather",
+    "the slower way": "data2_expert2_model2,dispatcher=all_gather,buffer=0.3",
+    "in chunks": "expert=4,experts=folded,chunks=2",
+    "where they are": "data4_model2,experts=folded,dispatcher=local",
+}
+
+
+@pytest.mark.mesh
+@pytest.mark.parametrize("way", WAYS)
+def test_three_steps_are_the_same_whichever_way_tokens_travel(way):
+    config = CASES["encoder_decoder, sgd"]
+    run = three_steps(config, WAYS[way])
+    assert_equal_runs(run, reference(config))
+    fell_back = np.stack([metrics.router.fell_back for metrics in run.metrics])
+    assert fell_back.any() == (way == "the slower way")
+
+
+@pytest.mark.mesh
+@pytest.mark.parametrize("mesh_name", ["single", "expert8", "data2_expert2_model2,experts=folded"])
+def test_three_steps_without_capacity(mesh_name):
+    """Where nothing drops anyway, the dropless dispatcher takes the same steps."""
+    config = replace(CASES["encoder_decoder, sgd"], model=AMPLE)
+    run = three_steps(config, f"{mesh_name},dispatcher=ragged")
+    assert_equal_runs(run, reference(config))
+    assert not any(metrics.router.dropped.any() for metrics in run.metrics)
 
 
 @pytest.mark.parametrize("case", CASES | ON_ONE_MESH)
@@ -273,6 +330,36 @@ def test_balance_loss_under_accumulation_is_the_mean_over_micro_batches():
     )
 
 
+def test_a_step_moves_the_bias_of_the_router_once():
+    """Case 63: by the loads of all micro-batches together, whatever their number."""
+    rate, biases, loads = 0.125, {}, {}
+    batch = builders.random_batch(AMPLE, rows=32)
+    with jax.set_mesh(builders.mesh("data2_expert2_model2")):
+        for count in (1, 4):
+            config = builders.run_config(
+                AMPLE, rows=32, **PLAIN_SGD, accumulation=count, bias_rate=rate
+            )
+            state = builders.start(config)
+            assert (np.asarray(state.router_bias_XE) == 0).all()
+            state, metrics = builders.compiled_step(config)(state, Layout().place(batch))
+            biases[count], loads[count] = jax.device_get(
+                (state.router_bias_XE, metrics.router.load_E)
+            )
+    np.testing.assert_array_equal(loads[4], loads[1])
+    assert biases[1].shape == (1, 8) and biases[1].dtype == np.float32
+    expected = rate * np.sign(loads[1].mean(axis=1, keepdims=True) - loads[1])
+    assert {-rate, rate} <= set(expected.ravel().tolist())
+    for bias in biases.values():
+        np.testing.assert_array_equal(bias, expected)
+
+
+def test_the_bias_of_layers_whose_experts_choose_stays_0():
+    """Their load is even."""
+    bias_XE = reference(ON_ONE_MESH[EXPERT_CHOICE]).router_bias_XE
+    assert (bias_XE[:2] == 0).all()  # the encoder's
+    assert (bias_XE[2:] != 0).any(axis=1).all()
+
+
 def test_noise_is_keyed_by_the_step():
     """S10: another step draws other noise, the same step the same."""
     model = replace(AMPLE, jitter=0.1, dropout=0.1)
@@ -338,13 +425,16 @@ def test_initial_parameters_are_the_same_bits_and_lie_as_the_table_says(mesh_nam
     """S1, cases 30 and 51."""
     with jax.set_mesh(builders.mesh(mesh_name)):
         config = builders.run_config(GEGLU)
-        model = jax.jit(partial(init_state, config, Layout()))().model
+        model = jax.jit(partial(init_state, config, builders.layout(mesh_name)))().model
         seen = set()
         for name, leaf in builders.named_leaves(model).items():
             np.testing.assert_array_equal(leaf, initial_parameters()[name], name)
             seen.add(kind := name.rsplit(".", 1)[1])
             stacked = (None,) * (".periods." in name)
-            expected = NamedSharding(jax.sharding.get_mesh(), P(*stacked, *LAYOUTS[kind]))
+            spec = LAYOUTS[kind]
+            if mesh_name.endswith("folded") and kind.endswith(("EDF", "EFD")):
+                spec = P(("expert", "model"), None, None)
+            expected = NamedSharding(jax.sharding.get_mesh(), P(*stacked, *spec))
             assert leaf.sharding.is_equivalent_to(expected, leaf.ndim), name
         assert seen == LAYOUTS.keys()
         assert_replicas_agree(model)
@@ -365,7 +455,7 @@ def test_experts_and_layers_start_different_from_each_other():
 def test_state_stays_where_it_was_born(optimizer):
     """Cases 34, 41: moments lie as their parameters, nothing moves, nothing compiles twice."""
     model = replace(DECODER, activation="geglu", capacity_factor=1.0)
-    config = builders.run_config(model, optimizer=optimizer)
+    config = builders.run_config(model, optimizer=optimizer, bias_rate=0.1)
     with jax.set_mesh(builders.mesh("data2_expert2_model2")):
         state = jax.jit(partial(init_state, config, Layout()))()
 

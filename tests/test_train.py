@@ -329,6 +329,25 @@ def test_decoder_only_in_micro_batches(config, tmp_path):  # S11
     assert (causal.out / "expert_load.png").exists()
 
 
+def test_the_bias_of_the_router_is_saved_and_goes_on(config, tmp_path):  # case 63
+    """And evaluation does not move it: one run evaluates after every step, the other never."""
+    rate = 2.0**-6  # so that sums of it are exact
+    optim = replace(config.optim, bias_rate=rate)
+    changed = {"optim": optim, "eval_batches": 1}
+    first = run(config, tmp_path / "run", **changed, steps=2, eval_every=1)
+    before = read_state(first.out, 2)[0]["router_bias_XE"]
+    whole = run(config, tmp_path / "whole", **changed, steps=5, eval_every=5)
+    resumed = run(config, first.out, **changed, steps=5, eval_every=1, resume=True)
+    assert_same_state(resumed.out, whole.out, 5)
+    after = read_state(resumed.out, 5)[0]["router_bias_XE"]
+    assert before.shape == after.shape == (2, 8)
+    for bias_XE, steps in ((before, 2), (after, 5)):
+        assert 0 < np.abs(bias_XE).max() <= steps * rate
+        assert (bias_XE % rate == 0).all()
+    evaluated = evaluate_run(EvalConfig(run=str(whole.out), batches=1))
+    assert evaluated["ce"] == whole.result.evaluation["ce"]
+
+
 # --- How a run ends early -------------------------------------------------------------------
 
 

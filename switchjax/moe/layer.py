@@ -10,7 +10,7 @@ from jax import Array, lax
 from jaxtyping import Bool, Float, Int
 
 from switchjax.axes import MODEL, TOKENS
-from switchjax.config import ModelConfig
+from switchjax.config import ModelConfig, RouterKind
 from switchjax.layout import Layout
 from switchjax.moe import routing
 from switchjax.moe.dispatch import all_gather, all_to_all, local, placement, ragged
@@ -33,7 +33,8 @@ class RouterStats(NamedTuple):
     balance: Array  # loss, float32
     z: Array  # loss, float32
     load_E: Array  # choices of each expert before drops, int32
-    dropped: Array  # choices without a slot, int32
+    dropped: Array  # choices without a slot, int32; under expert choice, tokens without an expert
+    asked: Array  # what `dropped` is a part of: choices or real tokens, int32
     fell_back: Array  # 1 if any device's buffer was too small and the slower way was taken, int32
 
 
@@ -43,7 +44,14 @@ class SwitchLayer(nnx.Module):
     Source: Switch Transformer, arXiv:2101.03961, section 2.1 and fig. 2.
     """
 
-    def __init__(self, key: Array, config: ModelConfig, layout: Layout):
+    def __init__(
+        self,
+        key: Array,
+        config: ModelConfig,
+        layout: Layout,
+        *,
+        router_kind: RouterKind = "top_k",
+    ):
         router_key, experts_key = jax.random.split(key)
         self.router_DE = weight(
             router_key,
@@ -52,6 +60,7 @@ class SwitchLayer(nnx.Module):
             spec=layout.router_de,
         )
         self.experts = Experts(experts_key, config, layout)
+        self.router_kind: RouterKind = router_kind
         self.config = config
         self.layout = layout
 
@@ -60,12 +69,14 @@ class SwitchLayer(nnx.Module):
         x_BLD: Float[Array, "B L D"],
         real_BL: Bool[Array, "B L"],
         noise: Noise | None,
+        bias_E: Float[Array, "E"] | None = None,
         placement_E: Int[Array, "E"] | None = None,
     ) -> tuple[Float[Array, "B L D"], RouterStats]:
         """The experts' outputs, exactly 0 for dropped tokens and padding.
 
         Args:
             noise: of training; None at evaluation, which by default drops nothing.
+            bias_E: on the choice of experts; without effect where experts choose.
             placement_E: where each expert's weights are among those of `experts`; None = in order.
         """
         layout, experts, dtype = self.layout, self.experts, x_BLD.dtype
@@ -86,17 +97,18 @@ class SwitchLayer(nnx.Module):
             layout.w_out_efd,
         )
         mapped = jax.shard_map(
-            partial(_switch, self.config, layout),
+            partial(_switch, self.config, self.router_kind, layout),
             in_specs=(
                 layout.tokens_bld,
                 layout.tokens_bl,
                 None if noise is None else Noise(*noise_specs),
+                None if bias_E is None else layout.whole,
                 Weights(*weight_specs),
                 layout.whole,
             ),
             out_specs=(layout.tokens_bld, layout.whole),
         )
-        return mapped(x_BLD, real_BL, noise, weights, placement_E)
+        return mapped(x_BLD, real_BL, noise, bias_E, weights, placement_E)
 
 
 class Weights(NamedTuple):
@@ -110,27 +122,41 @@ class Weights(NamedTuple):
 
 def _switch(
     config: ModelConfig,
+    router_kind: RouterKind,
     layout: Layout,
     x_bLD: Array,
     real_bL: Array,
     noise: Noise | None,
+    bias_E: Array | None,
     weights: Weights,
     placement_E: Array,
 ) -> tuple[Array, RouterStats]:
     """The layer as one device sees it: my rows of tokens, my experts, my slice of their hidden."""
     b, L, D = x_bLD.shape
     E, group_size, exchange = config.num_experts, config.group_size or L, layout.exchange
-    factor = config.eval_capacity_factor if noise is None else config.capacity_factor
-    num_slots = group_size
-    if factor is not None and exchange.dispatcher != "ragged":
-        num_slots = routing.capacity(group_size, E, config.top_k, factor)
+    num_slots = _slots_of_a_group(config, router_kind, layout, group_size, noise is not None)
 
     with jax.named_scope("route"):
         logits_bLE = _router_logits(x_bLD, weights.router_DE, config.jitter, noise)
         logits_gTE = logits_bLE.reshape(-1, group_size, E)
         real_gT = real_bL.reshape(-1, group_size)
-        choice = routing.route(logits_gTE, real_gT, top_k=config.top_k, capacity=num_slots)
-        sums = lax.psum(routing.router_sums(logits_gTE, real_gT, choice), TOKENS)
+        experts_choose = router_kind == "expert_choice"
+        if experts_choose:
+            choice = routing.expert_choice(logits_gTE, real_gT, capacity=num_slots)
+        else:
+            second_GT = None
+            if noise is not None and config.random_second:
+                second_GT = noise.at(2).uniform((L,)).reshape(real_gT.shape)
+            choice = routing.route(
+                logits_gTE,
+                real_gT,
+                top_k=config.top_k,
+                capacity=num_slots,
+                bias_E=bias_E,
+                second_GT=second_GT,
+            )
+        mine = routing.router_sums(logits_gTE, real_gT, choice, experts_chose=experts_choose)
+        sums = lax.psum(mine, TOKENS)
         choice = placement.to_lanes(choice, placement_E, exchange.experts)
 
     dropout = _expert_dropout(config, layout, noise, placement_E, weights.w_in_EDF.shape[-1])
@@ -148,8 +174,21 @@ def _switch(
         z=routing.z_loss(sums),
         load_E=sums.assigned_E,
         dropped=sums.dropped,
+        asked=sums.tokens if experts_choose else sums.assigned_E.sum(),
         fell_back=fell_back,
     )
+
+
+def _slots_of_a_group(
+    config: ModelConfig, router_kind: RouterKind, layout: Layout, group_size: int, training: bool
+) -> int:
+    """Of one expert; as many as tokens where nothing is to drop."""
+    factor = config.capacity_factor if training else config.eval_capacity_factor
+    if factor is None and router_kind == "expert_choice":
+        factor = config.capacity_factor  # as `eval_capacity_factor` says
+    if factor is None or layout.exchange.dispatcher == "ragged":
+        return group_size
+    return routing.capacity(group_size, config.num_experts, config.top_k, factor)
 
 
 def _in_chunks(

@@ -53,7 +53,9 @@ def random_tokens(*, rows=ROWS, length=LENGTH, width=8, padding=0.3, seed=1):
 
 def make_layer(config, weights):
     """The layer on the mesh in use."""
-    layer = jax.eval_shape(lambda: SwitchLayer(jax.random.key(0), config, LAYOUT))
+    layer = jax.eval_shape(
+        lambda: SwitchLayer(jax.random.key(0), config, LAYOUT, router_kind=config.encoder_router)
+    )
     layer.router_DE = nnx.Param(put(weights.router, LAYOUT.router_de))
     layer.experts.w_in_EDF = nnx.Param(put(weights.w_in, LAYOUT.w_in_edf))
     layer.experts.w_out_EFD = nnx.Param(put(weights.w_out, LAYOUT.w_out_efd))
@@ -69,16 +71,16 @@ def noise_of(rows, *, seed=0, start=0):
 
 
 @jax.jit
-def forward(layer, x_BLD, real_BL, noise):
-    return layer(x_BLD, real_BL, noise)
+def forward(layer, x_BLD, real_BL, noise, bias_E=None):
+    return layer(x_BLD, real_BL, noise, bias_E)
 
 
 @jax.jit
-def backward(layer, x_BLD, real_BL, noise, cotangents):
+def backward(layer, x_BLD, real_BL, noise, cotangents, bias_E=None):
     """The layer's results, and the gradients of the objective that the oracle has too."""
 
     def objective(layer, x_BLD):
-        y_BLD, stats = layer(x_BLD, real_BL, noise)
+        y_BLD, stats = layer(x_BLD, real_BL, noise, bias_E)
         total = jnp.sum(y_BLD * cotangents.y)
         total += cotangents.aux_coefficient * stats.balance + cotangents.z_coefficient * stats.z
         return total, (y_BLD, stats)
@@ -91,7 +93,7 @@ def backward(layer, x_BLD, real_BL, noise, cotangents):
 jax.tree_util.register_dataclass(oracle.Cotangents, ["y", "aux_coefficient", "z_coefficient"], [])
 
 
-def call(config, weights, x, real, *, training=True, seed=0):
+def call(config, weights, x, real, *, training=True, seed=0, bias=None):
     """Output and statistics of one call on the mesh in use, as numpy arrays."""
     noise = noise_of(len(x), seed=seed) if training else None
     return jax.device_get(
@@ -100,11 +102,12 @@ def call(config, weights, x, real, *, training=True, seed=0):
             put(x, LAYOUT.tokens_bld),
             put(real, LAYOUT.tokens_bl),
             noise,
+            None if bias is None else put(bias, LAYOUT.whole),
         )
     )
 
 
-def call_with_gradients(config, weights, x, real, cotangents, *, training=True):
+def call_with_gradients(config, weights, x, real, cotangents, *, training=True, bias=None):
     """Output, statistics, gradient of x and gradients of the weights, as numpy arrays."""
     y, stats, dx, dlayer = jax.device_get(
         backward(
@@ -113,6 +116,7 @@ def call_with_gradients(config, weights, x, real, cotangents, *, training=True):
             put(real, LAYOUT.tokens_bl),
             noise_of(len(x)) if training else None,
             replace(cotangents, y=put(cotangents.y, LAYOUT.tokens_bld)),
+            None if bias is None else put(bias, LAYOUT.whole),
         )
     )
     gate = dlayer.experts.w_gate_EDF
@@ -243,6 +247,128 @@ def test_evaluation_with_a_capacity_of_its_own():
         y, stats = call(config, weights, x, real, training=False)
     check_stats(stats, expected)
     np.testing.assert_allclose(y, expected.y, **VALUES)
+
+
+# --- Other kinds of routing -------------------------------------------------------------------
+
+MIXED = "data2_expert2_model2"
+BIAS = np.array([0.1, -0.1, 0.05, 0, 0, 0.2, -0.3, 0], np.float32)
+KINDS = {
+    "top 3": replace(CONFIG, top_k=3, capacity_factor=0.9),
+    "random second, bias": replace(CONFIG, top_k=2, random_second=True),
+    "expert choice": replace(CONFIG, encoder_router="expert_choice", capacity_factor=1.5),
+}
+
+
+def sparse_tokens():
+    """The tokens of all tests, but a row of two and an empty one, where slots stay empty."""
+    x, real = random_tokens()
+    real[0], real[1] = np.arange(LENGTH) < 2, False
+    return x, real
+
+
+@cache
+def expected_of_kind(kind, factor=None):
+    """What goes in, and what the oracle says of it."""
+    config, weights, (x, real) = KINDS[kind], random_weights(CONFIG), sparse_tokens()
+    cotangents = cotangents_like(x)
+    factor = factor or config.capacity_factor
+    num_slots = capacity(LENGTH, config.num_experts, config.top_k, factor)
+    given = {"group_size": LENGTH, "capacity": num_slots, "cotangents": cotangents}
+    bias = BIAS if "bias" in kind else None
+    if kind == "expert choice":
+        expected = oracle.expert_choice(x, real, weights, **given)
+    else:
+        with use("single"):
+            uniform_BL = np.asarray(noise_of(ROWS).at(2).uniform((LENGTH,)))
+        second = uniform_BL if config.random_second else None
+        given |= {"top_k": config.top_k, "bias": bias, "second": second}
+        expected = oracle.switch(x, real, weights, **given)
+    assert expected.margin > 1e-5, "float32 could choose otherwise"
+    assert expected.dropped > 0
+    return config, weights, x, real, cotangents, bias, expected
+
+
+@pytest.mark.mesh
+@pytest.mark.parametrize(
+    "mesh, kind",
+    [
+        *((n, "expert choice") for n in NAMES),
+        *itertools.product(("single", MIXED), list(KINDS)[:2]),
+    ],
+)
+def test_kinds_of_routing_equal_the_oracle(mesh, kind):
+    config, weights, x, real, cotangents, bias, expected = expected_of_kind(kind)
+    with use(mesh):
+        y, stats, dx, dweights = call_with_gradients(
+            config, weights, x, real, cotangents, bias=bias
+        )
+    check_stats(stats, expected)
+    assert stats.asked == (real.sum() if kind == "expert choice" else sum(expected.load))
+    np.testing.assert_allclose(y, expected.y, **VALUES)
+    assert (y[(expected.y == 0).all(axis=-1)] == 0).all()
+    np.testing.assert_allclose(dx, expected.dx, **GRADIENTS)
+    check_gradients(dweights, expected.dweights)
+
+
+def test_the_other_kinds_are_other_functions():
+    """A bias moves choices, a second choice is left out now and then, at evaluation never."""
+    config, weights, x, real, *_, expected = expected_of_kind("random second, bias")
+    assert 1.2 * real.sum() < sum(expected.load) < 1.8 * real.sum()
+    _, stats = single(config, weights, x, real, training=False)
+    assert (stats.load_E.sum(), stats.dropped) == (2 * real.sum(), 0)
+    _, biased = single(config, weights, x, real, training=False, bias=BIAS)
+    assert biased.load_E.tolist() != stats.load_E.tolist()
+
+
+@pytest.mark.parametrize("factor", [None, 1.0])
+def test_expert_choice_has_its_capacity_at_evaluation_too(factor):
+    *_, expected = expected_of_kind("expert choice", factor)
+    config, weights, x, real, *_ = expected_of_kind("expert choice")
+    config = replace(config, eval_capacity_factor=factor)
+    y, stats = single(config, weights, x, real, training=False)
+    check_stats(stats, expected)
+    np.testing.assert_allclose(y, expected.y, **VALUES)
+
+
+def test_expert_choice_has_an_equal_load_and_a_balance_loss_without_gradient():
+    """Rows of 16, 2 and no real tokens, of which each expert takes three, two and none."""
+    config, weights, x, real, cotangents, _, _ = expected_of_kind("expert choice")
+    real = np.concatenate([real[:2], np.ones_like(real[:1])])
+    still = replace(cotangents, y=np.zeros_like(x), aux_coefficient=1.0, z_coefficient=0.0)
+    with use("single"):
+        _, stats, _, dweights = call_with_gradients(
+            config, weights, x[:3], real, replace(still, y=still.y[:3])
+        )
+    assert stats.load_E.tolist() == [3 + 2] * 8
+    np.testing.assert_allclose(stats.balance, 1.0, **VALUES)
+    np.testing.assert_allclose(dweights.router, 0, atol=1e-6)
+
+
+def test_expert_choice_makes_no_array_of_all_pairs_of_token_and_expert():
+    """Of T · E numbers there are some, of T · E · D none, forward or backward."""  # case 42
+    config = replace(
+        KINDS["expert choice"], d_model=32, d_ff=32, num_experts=16, capacity_factor=1.0
+    )
+    x, real = random_tokens(rows=4, length=128, width=32)
+    pairs = x[..., 0].size * config.num_experts * config.d_model
+    with use("single"):
+        given = (
+            make_layer(config, random_weights(config)),
+            put(x, LAYOUT.tokens_bld),
+            put(real, LAYOUT.tokens_bl),
+            noise_of(4),
+            replace(cotangents_like(x), y=put(cotangents_like(x).y, LAYOUT.tokens_bld)),
+        )
+        sizes = [
+            out.aval.size
+            for equation in equations(jax.make_jaxpr(backward)(*given).jaxpr)
+            for out in equation.outvars
+        ]
+        compiled = backward.lower(*given).compile()
+    assert pairs // config.d_model in sizes  # the search finds the logits
+    assert max(sizes) < pairs / 4
+    assert compiled.memory_analysis().temp_size_in_bytes < 4 * pairs
 
 
 # --- The same numbers on every mesh -----------------------------------------------------------
@@ -537,7 +663,7 @@ def test_router_computes_in_float32():  # case 17
     assert dtypes["cumsum"] == {"int32"}
     y, stats = program.out_avals[0], program.out_avals[1:]
     assert y.dtype == jnp.bfloat16
-    assert [s.dtype.name for s in stats] == ["float32", "float32", "int32", "int32"]
+    assert [s.dtype.name for s in stats] == ["float32", "float32", "int32", "int32", "int32"]
 
 
 def test_bfloat16_does_not_move_tokens_to_other_experts():
@@ -576,12 +702,21 @@ def test_close_logits_and_long_queues_in_bfloat16():
     assert (y[..., [0, 1, 3]] == 0).all()
 
 
-@pytest.mark.parametrize("mesh", ["single", "data2_expert2_model2"])
-def test_a_nan_is_not_silent(mesh):  # case 62
+@pytest.mark.parametrize(
+    "mesh, changed, bias",
+    [
+        ("single", {}, None),
+        ("data2_expert2_model2", {}, None),
+        ("single", {"top_k": 2, "random_second": True}, np.zeros(8, np.float32)),
+        ("single", {"encoder_router": "expert_choice"}, None),
+    ],
+)
+def test_a_nan_is_not_silent(mesh, changed, bias):  # case 62
     x, real = random_tokens(rows=8)
     x[3, np.argmax(real[3])] = np.nan
+    config = replace(CONFIG, **changed)
     with use(mesh):
-        _, stats = call(CONFIG, random_weights(CONFIG), x, real)
+        _, stats = call(config, random_weights(config), x, real, bias=bias)
     assert not np.isfinite(stats.balance) and not np.isfinite(stats.z)
 
 

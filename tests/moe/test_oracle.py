@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from oracle import Cotangents, Weights, switch
+from oracle import Cotangents, Weights, expert_choice, switch
 
 STEP = 1e-6
 ROWS, LENGTH, D, F, E = 2, 6, 3, 4, 3
@@ -42,16 +42,35 @@ def central_differences(objective, array):
     return slopes
 
 
-@pytest.mark.parametrize("top_k", [1, 2])
+def experts_choose(*, top_k, **given):
+    return expert_choice(**given)
+
+
+BIASED = {
+    "bias": np.array([0.1, 0.0, -0.2]),
+    "second": np.random.default_rng(6).random((ROWS, LENGTH)),
+}
+
+
+@pytest.mark.parametrize(
+    "layer, top_k, more",
+    [
+        (switch, 1, {}),
+        (switch, 2, {}),
+        (switch, 3, {}),
+        (switch, 2, BIASED),
+        (experts_choose, 1, {}),
+    ],
+)
 @pytest.mark.parametrize("geglu", [False, True])
-def test_gradients_equal_finite_differences(geglu, top_k):
-    given = problem(geglu=geglu, top_k=top_k)
-    result = switch(**given)
+def test_gradients_equal_finite_differences(geglu, layer, top_k, more):
+    given = problem(geglu=geglu, top_k=top_k) | more
+    result = layer(**given)
     assert result.dropped > 0 and not given["real"].all()
     assert result.margin > 100 * STEP  # or a step changes a choice
 
     def objective():
-        return switch(**given).objective
+        return layer(**given).objective
 
     def check(gradient, array):
         np.testing.assert_allclose(
@@ -95,6 +114,31 @@ def test_hand_table():
     # ∂gate/∂logit = p·(1 - p) = 0.1966119, times what the expert gave: 10 and 20.  # case 29
     np.testing.assert_allclose(result.dweights.router[1], [5.898357, -5.898357], rtol=1e-6)
     assert (result.dx[0, 2:] == 0).all()
+
+
+def test_hand_table_of_expert_choice():
+    """The same tokens and logits, in which both experts find the first two and take them.
+
+    The gates are 0.7310586 and 0.2689414; the tie goes to the earlier tokens.
+    """
+    x = np.array([[[v, 1.0] for v in (1, 2, 3, 4, 5)]])
+    weights = Weights(
+        router=np.array([[0.0, 0.0], [1.0, 0.0]]),
+        w_in=np.array([[[1.0], [0.0]]] * 2),
+        w_gate=None,
+        w_out=np.array([[[10.0, 0.0]], [[100.0, 0.0]]]),
+    )
+    result = expert_choice(
+        x,
+        np.ones((1, 5), bool),
+        weights,
+        group_size=5,
+        capacity=2,
+        cotangents=Cotangents(np.ones_like(x), 0.0, 0.0),
+    )
+    one = 10 * 0.7310586 + 100 * 0.2689414
+    np.testing.assert_allclose(result.y[0, :, 0], [one, 2 * one, 0, 0, 0], rtol=1e-7)
+    assert (result.load, result.dropped, result.aux) == ([2, 2], 3, pytest.approx(1.0))
 
 
 def test_padding_is_not_there():

@@ -1,7 +1,12 @@
 """From tokens to the slots of their experts and back, on one device, by index.
 
 Both ways are gathers, and so are both gradients: since no slot holds two tokens, the transpose of
-a gather by one index is a gather by its inverse. Nothing is ever scattered but a few integers.
+a gather by one index is a gather by its inverse. Nothing is scattered but a few integers.
+
+Except where choices outnumber the buffer's rows, as under expert choice, where a token has a
+choice for every expert: there a sum over choices adds the rows to their tokens, and no array of
+every choice's D numbers is made. A GPU adds rows in an order of its own each time, unless XLA is
+told otherwise (`--xla_gpu_deterministic_ops`).
 """
 
 from typing import NamedTuple
@@ -10,7 +15,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array
-from jaxtyping import Int, Shaped
+from jaxtyping import Float, Int, Shaped
 
 from switchjax.moe.routing import Routing
 
@@ -56,10 +61,33 @@ def read_slots(y_RD: Array, slots: Slots) -> Array:
     return y_PD.reshape(T, Q, -1)
 
 
-def weighted_sum(y_RD: Array, slots: Slots, gate_TQ: Array) -> Array:
-    """For each token, what came back for its choices, by their gates [T, D]; summed in float32."""
-    y_TQD = read_slots(y_RD, slots).astype(jnp.float32)
-    return jnp.einsum("tqd,tq->td", y_TQD, gate_TQ).astype(y_RD.dtype)
+def weighted_sum(
+    y_RD: Shaped[Array, "R D"], slots: Slots, gate_TQ: Float[Array, "T Q"]
+) -> Shaped[Array, "T D"]:
+    """What came back for a token, summed over its choices by their gates; 0 for dropped ones.
+
+    Summed in float32 (or what is wider), whatever the dtype of y, which the result has.
+    """
+    T, Q = slots.row_TQ.shape
+    wide = jnp.promote_types(y_RD.dtype, jnp.float32)
+    if _rows_are_fewer(slots.row_TQ, len(y_RD)):
+        row_P1 = slots.row_TQ.reshape(-1, 1)
+        gate_R1 = _gather(gate_TQ.reshape(-1, 1), slots.choice_R, row_P1)
+        y_TD = _add_rows(y_RD.astype(wide) * gate_R1, slots.choice_R // Q, T)
+    else:
+        y_TD = jnp.einsum("tqd,tq->td", read_slots(y_RD, slots).astype(wide), gate_TQ)
+    return y_TD.astype(y_RD.dtype)
+
+
+def _rows_are_fewer(place_NQ: Array, num_rows: int) -> bool:
+    """Whether a sum over Q is cheaper by the rows that it adds than by the places it reads."""
+    return place_NQ.shape[1] > 1 and place_NQ.size > num_rows
+
+
+def _add_rows(y_MD: Array, index_M: Array, num_sums: int) -> Array:
+    """Rows of y with one index, added up [N, D]; an index one past the end is left out."""
+    sums_ND = jnp.zeros((num_sums, y_MD.shape[1]), y_MD.dtype)
+    return sums_ND.at[index_M].add(y_MD, mode="drop")
 
 
 @jax.custom_vjp
@@ -81,8 +109,12 @@ def _gather_forward(x_ND, index_M, inverse_NQ):
 
 def _gather_backward(indices, dy_MD):
     index_M, inverse_NQ = indices
-    dx_NQD = dy_MD.at[inverse_NQ].get(mode="fill", fill_value=0)
-    dx_ND = dx_NQD[:, 0] if inverse_NQ.shape[1] == 1 else dx_NQD.sum(axis=1)
+    if _rows_are_fewer(inverse_NQ, len(dy_MD)):
+        wide = jnp.promote_types(dy_MD.dtype, jnp.float32)
+        dx_ND = _add_rows(dy_MD.astype(wide), index_M, len(inverse_NQ)).astype(dy_MD.dtype)
+    else:
+        dx_NQD = dy_MD.at[inverse_NQ].get(mode="fill", fill_value=0)
+        dx_ND = dx_NQD[:, 0] if inverse_NQ.shape[1] == 1 else dx_NQD.sum(axis=1)
     no_gradient = (np.zeros(i.shape, jax.dtypes.float0) for i in (index_M, inverse_NQ))
     return dx_ND, *no_gradient
 

@@ -114,8 +114,11 @@ def start(config: RunConfig, layout: Layout = SEPARATE) -> TrainState:
     The model is made once, on one device, and moved: `test_initial_parameters` shows that it is
     the same as one made on any mesh.
     """
-    shardings = jax.tree.map(lambda x: x.sharding, abstract_state(config, layout).model)
-    model = jax.device_put(_model(config.model, config.seed), shardings)
+    places, tree = jax.tree.flatten(abstract_state(config, layout).model)
+    arrays = jax.tree.leaves(_model(config.model, config.seed))
+    model = tree.unflatten(
+        jax.device_put(x, place.sharding) for x, place in zip(arrays, places, strict=True)
+    )
     opt_state = jax.jit(make_optimizer(config.optim).init)(model)
     return TrainState(jax.numpy.int32(0), model, opt_state, init_router_bias(config))
 

@@ -1,16 +1,16 @@
 """A Switch layer on one device against a dense layer of the same FLOPs, and its own products.
 
 Claim: what the layer does around its two batched products (router, places, moving tokens, gate)
-takes at most 6 % of their time, and does not grow with the number of experts. What the products
-take over the dense layer is the empty slots, and reading and writing every expert's weights.
-Forward and backward, gradients of x and of all weights, calls interleaved; medians and the medians
-of ratios of neighbours.
+takes at most 6 % of their time, and the bytes it needs do not grow with the number of experts.
+What the products take over the dense layer is empty slots, and reading and writing the weights of
+all experts. Forward and backward, gradients of x and of all weights; calls interleaved; medians of
+the ratios of neighbours.
 Command: python experiments/bench/moe_layer.py --experts 8
-Expect: EXPECT
+Expect: on 2 busy CPU cores layer_over_matmuls 1.02, 1.03 and 1.00 for 8, 32 and 128 experts;
+layer_temp_bytes of 137, 74 and 76 MB.
 """
 
 import json
-import math
 import statistics
 import time
 from collections.abc import Callable
@@ -39,8 +39,7 @@ def layout_of(dispatcher: str) -> Layout:
 
 
 def normal(seed: int, *shape: int) -> jax.Array:
-    """With a variance of 1 / the last dim but one, as that is what a product sums over."""
-    return jax.random.normal(jax.random.key(seed), shape) / math.sqrt(shape[-2])
+    return jax.random.normal(jax.random.key(seed), shape)
 
 
 def with_gradients(function: Callable[..., jax.Array], x: jax.Array, *weights: Any) -> tuple:
@@ -76,10 +75,13 @@ def programs(config: ModelConfig, tokens: int, layout: Layout) -> dict[str, tupl
     return {
         "layer": with_gradients(switch, x_BLD, layer),
         "matmuls": with_gradients(
-            feed_forward, normal(3, E, slots, D), normal(4, E, D, F), normal(5, E, F, D)
+            feed_forward, normal(3, E, slots, D), normal(4, E, D, F) / 32, normal(5, E, F, D) / 32
         ),
         "dense": with_gradients(
-            feed_forward, normal(6, tokens * config.top_k, D), normal(7, D, F), normal(8, F, D)
+            feed_forward,
+            normal(6, tokens * config.top_k, D),
+            normal(7, D, F) / 32,
+            normal(8, F, D) / 32,
         ),
     }
 

@@ -77,6 +77,18 @@ class Layout:
         return jax.tree.map(put, batch)
 
 
+def and_lone_axes(spec: P) -> P:
+    """The spec of an experts' weight, of which the mesh axes of size 1 also split the first dim.
+
+    The same layout; but the gradient of a weight is summed over the axes that its spec lacks, and
+    a sum over one device is a copy of all of it.
+    """
+    lone = [axis for axis, size in jax.sharding.get_abstract_mesh().shape.items() if size == 1]
+    first, *others = spec
+    first = first if isinstance(first, tuple) else (first,)
+    return P((*first, *(axis for axis in lone if axis not in (*first, *others))), *others)
+
+
 def check(
     model: ModelConfig,
     shape: MeshShape,

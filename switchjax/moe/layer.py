@@ -11,7 +11,7 @@ from jaxtyping import Bool, Float, Int
 
 from switchjax.axes import MODEL, TOKENS
 from switchjax.config import ModelConfig, RouterKind
-from switchjax.layout import Layout
+from switchjax.layout import Layout, and_lone_axes
 from switchjax.moe import routing
 from switchjax.moe.dispatch import all_gather, all_to_all, local, placement, ragged
 from switchjax.moe.dispatch.interface import Dispatcher, Plan, Tokens
@@ -83,19 +83,15 @@ class SwitchLayer(nnx.Module):
         if placement_E is None:
             placement_E = jnp.arange(self.config.num_experts)
         gate = experts.w_gate_EDF
+        in_spec, out_spec = map(and_lone_axes, (layout.w_in_edf, layout.w_out_efd))
         weights = Weights(
             self.router_DE[...],
-            experts.w_in_EDF[...].astype(dtype),
-            None if gate is None else gate[...].astype(dtype),
-            experts.w_out_EFD[...].astype(dtype),
+            jax.reshard(experts.w_in_EDF[...].astype(dtype), in_spec),
+            None if gate is None else jax.reshard(gate[...].astype(dtype), in_spec),
+            jax.reshard(experts.w_out_EFD[...].astype(dtype), out_spec),
         )
         noise_specs: Any = (layout.whole, layout.rows_b)
-        weight_specs: Any = (
-            layout.router_de,
-            layout.w_in_edf,
-            layout.w_in_edf,
-            layout.w_out_efd,
-        )
+        weight_specs: Any = (layout.router_de, in_spec, in_spec, out_spec)
         mapped = jax.shard_map(
             partial(_switch, self.config, self.router_kind, layout),
             in_specs=(

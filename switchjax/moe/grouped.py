@@ -3,7 +3,8 @@
 The rows of one expert are its *run*. A run begins at a multiple of `block` rows and is read in
 whole blocks; the rows between runs are zeros, and stay so. There are two ways to compute it, and
 the platform compiled for decides: on CPU a loop over the blocks in use, since XLA's ragged product
-there applies every expert to every row; elsewhere ragged products.
+there applies every expert to every row; elsewhere ragged products, which XLA may or may not expand
+in the same way (see `products.AllExperts`).
 """
 
 from functools import partial

@@ -16,7 +16,7 @@ FILES = sorted(PACKAGE.rglob("*.py"))
 ROWS = (
     ("axes", "batch", "config", "errors", "presets"),
     ("layout", "mesh"),
-    ("moe.grouped", "moe.pieces", "moe.products", "moe.routing", "nn"),
+    ("moe.grouped", "moe.pieces", "moe.products", "moe.routing", "moe.varying", "nn"),
     ("moe.dispatch",),
     ("moe.experts",),
     ("moe.layer",),
@@ -35,7 +35,7 @@ NEIGHBOURS = {
     "config": {"errors"},
     "layout": {"mesh"},
     "moe.dispatch": {"moe.dispatch"},
-    "moe.grouped": {"moe.pieces", "moe.products"},
+    "moe.grouped": {"moe.pieces", "moe.products", "moe.varying"},
     "nn": {"nn"},
     "data": {"data"},
     "runlog": {"expert_load"},

@@ -15,6 +15,7 @@ import jax.numpy as jnp
 from jax import Array, lax
 from jaxtyping import Bool, Float, Int
 
+from switchjax.moe import varying
 from switchjax.moe.pieces import Piece, for_each_piece
 from switchjax.moe.products import AllExperts, OneExpert, Products
 
@@ -58,9 +59,9 @@ def grouped_ffn(
         block: as in `run_starts`.
     """
     operands = (x_ND, sizes_e, Weights(w_in_eDf, w_gate_eDf, w_out_efD), keep_Nf)
-    axes = frozenset().union(*(jax.typeof(leaf).mat.varying for leaf in jax.tree.leaves(operands)))
+    axes = frozenset().union(*map(varying.axes_of, jax.tree.leaves(operands)))
     # Here, outside our own gradient: JAX sums the weights' gradients over the axes added.
-    return _ffn(*jax.tree.map(partial(_vary, axes), operands), block)
+    return _ffn(*jax.tree.map(partial(varying.over, axes), operands), block)
 
 
 class Weights(NamedTuple):
@@ -205,12 +206,6 @@ def _block_aligned(sizes_e: Array, block: int) -> Array:
     return -(-sizes_e // block) * block
 
 
-def _vary(axes: frozenset[str], array: Array) -> Array:
-    """The same values, typed as varying over these mesh axes too."""
-    missing = tuple(axes - jax.typeof(array).mat.varying)
-    return lax.pcast(array, missing, to="varying") if missing else array
-
-
 def _zeros(like: Array, shape: tuple[int, ...], dtype: Any = None) -> Array:
     """Zeros that vary over the mesh axes that `like` varies over."""
-    return _vary(jax.typeof(like).mat.varying, jnp.zeros(shape, dtype or like.dtype))
+    return varying.over(varying.axes_of(like), jnp.zeros(shape, dtype or like.dtype))

@@ -9,10 +9,10 @@ from flax import nnx
 from jax import Array, lax
 from jaxtyping import Bool, Float, Int
 
-from switchjax.axes import MODEL, TOKENS
+from switchjax.axes import AXES, MODEL, TOKENS
 from switchjax.config import ModelConfig, RouterKind
 from switchjax.layout import Layout, and_lone_axes
-from switchjax.moe import routing
+from switchjax.moe import routing, varying
 from switchjax.moe.dispatch import all_gather, all_to_all, local, placement, ragged
 from switchjax.moe.dispatch.interface import Dispatcher, Plan, Tokens
 from switchjax.moe.experts import Dropout, Experts, ExpertsHere
@@ -70,6 +70,7 @@ class SwitchLayer(nnx.Module):
         real_BL: Bool[Array, "B L"],
         noise: Noise | None,
         bias_E: Float[Array, "E"] | None = None,
+        *,
         placement_E: Int[Array, "E"] | None = None,
     ) -> tuple[Float[Array, "B L D"], RouterStats]:
         """The experts' outputs, exactly 0 for dropped tokens and padding.
@@ -156,11 +157,15 @@ def _switch(
         choice = placement.to_lanes(choice, placement_E, exchange.experts)
 
     dropout = _expert_dropout(config, layout, noise, placement_E, weights.w_in_EDF.shape[-1])
-    experts = ExpertsHere(weights.w_in_EDF, weights.w_gate_EDF, weights.w_out_EFD, dropout)
-    # Varying over `model` from here to the psum below: the sums over the model axis then run
-    # on tokens, in both directions, and not on the longer exchange buffers.
-    x_TD = lax.pcast(x_bLD.reshape(-1, D), MODEL, to="varying")
-    tokens = Tokens(x_TD, None if dropout is None or noise is None else _places(noise, L))
+    tokens = Tokens(x_bLD.reshape(-1, D), None)
+    if dropout is not None and noise is not None:
+        tokens = tokens._replace(place=_places(noise, L))
+    # From here to the sum over `model` below, no sum but those that dispatchers write: gradients
+    # are added over other axes here, so on tokens and not on the longer buffers, once for all
+    # chunks, and outside of branches that not all devices take.
+    everywhere = partial(jax.tree.map, partial(varying.over, AXES))
+    tokens, choice, in_eDf, gate_eDf, out_efD = everywhere((tokens, choice, *weights[1:]))
+    experts = ExpertsHere(in_eDf, gate_eDf, out_efD, dropout)
     plan = Plan(placement.num_lanes(E, exchange.experts), num_slots, exchange)
     y_TD, fell_back = _in_chunks(tokens, choice, experts, plan)
     with jax.named_scope("combine"):
@@ -205,8 +210,8 @@ def _in_chunks(
         results.append(dispatch(some_tokens, some_choices, experts, plan))
     y_TD = jnp.concatenate([y_TD for y_TD, _ in results])
     fell_back = jnp.stack([fell_back for _, fell_back in results]).max()
-    if differs := tuple(jax.typeof(fell_back).mat.varying):
-        fell_back = lax.pmax(fell_back, differs)
+    if differs := varying.axes_of(fell_back):
+        fell_back = lax.pmax(fell_back, tuple(differs))
     return y_TD, fell_back
 
 

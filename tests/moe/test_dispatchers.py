@@ -51,7 +51,7 @@ def make_layer(config, weights, layout):
 @jax.jit
 def both_ways(layer, x_BLD, real_BL, noise, placement_E, cotangents):
     def objective(layer, x_BLD):
-        y_BLD, stats = layer(x_BLD, real_BL, noise, placement_E)
+        y_BLD, stats = layer(x_BLD, real_BL, noise, placement_E=placement_E)
         total = (y_BLD * cotangents.y).sum()
         total += cotangents.aux_coefficient * stats.balance + cotangents.z_coefficient * stats.z
         return total, (y_BLD, stats)
@@ -271,7 +271,7 @@ def with_dropout(mesh, exchange):
             put(x, layout.tokens_bld),
             put(real, layout.tokens_bl),
             noise_of(len(x)),
-            put(placement_E, layout.whole),
+            placement_E=put(placement_E, layout.whole),
         )
         return jax.device_get(y)
 

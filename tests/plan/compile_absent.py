@@ -1,102 +1,77 @@
-"""Run in a process of its own: compiles for 16 absent H200, prints what the programs send as JSON.
+"""Run in a process of its own: compiles train steps for 16 absent H200, prints what they send.
 
-A train step as it is, and a layer of experts that exchanges in four chunks.
+python compile_absent.py small | large
 """
 
 import json
+import sys
 import time
-from dataclasses import asdict
+from dataclasses import asdict, replace
 
 import jax
-import jax.numpy as jnp
-from jax import Array, P, lax
 
-from switchjax.config import DataConfig, ModelConfig, OptimConfig, RunConfig
+from switchjax.config import DataConfig, ModelConfig, RunConfig
 from switchjax.layout import Layout
-from switchjax.mesh import MeshShape
-from switchjax.plan.absent import absent_mesh, compile_train_step
+from switchjax.mesh import read_mesh
+from switchjax.plan.absent import compile_train_step
 from switchjax.plan.hardware import H200
 from switchjax.plan.schedule import overlapped_share, overlaps
 
-SHAPE = MeshShape(name="hosts2", data=2, expert=8, model=1)
-CONFIG = RunConfig(
+SMALL = RunConfig(
     model=ModelConfig(
+        architecture="decoder_only",
         vocab_size=128,
-        d_model=32,
+        d_model=64,
         d_ff=64,
         num_heads=2,
         d_kv=16,
         num_layers=4,
         moe_every=2,
         num_experts=16,
-        capacity_factor=1.25,
+        capacity_factor=1.0,
         dtype="bfloat16",
-        remat=False,
-        architecture="decoder_only",
     ),
     data=DataConfig(batch_size=32, sequence_length=64),
-    optim=OptimConfig(),
 )
-CHUNKS = 4
+# Long enough exchanges and products: those of few tokens XLA puts together again.
+LARGE = RunConfig(
+    model=replace(SMALL.model, d_model=1024, d_ff=4096, num_heads=16, d_kv=64, num_layers=2),
+    data=DataConfig(batch_size=512, sequence_length=512),
+)
+MESHES = {
+    "small": [
+        "data2_expert8",
+        "data2_expert8,wire=float8",
+        "data=2,expert=4,model=2,experts=folded",
+        "data=2,expert=4,model=2,dispatcher=all_gather,buffer=1.5",
+        "data2_expert8,dispatcher=ragged",
+    ],
+    "large": ["data2_expert8", "data2_expert8,chunks=2", "data2_expert8,chunks=4"],
+}
+CONFIGS = {"small": SMALL, "large": LARGE}
 
 
-def chunked_layer(x_ERD: Array, w_in_EDF: Array, w_out_EFD: Array) -> Array:
-    """Each expert's tokens go to it and come back in chunks."""
-
-    def on_device(x_ErD: Array, w_in_eDF: Array, w_out_eFD: Array) -> Array:
-        outputs = []
-        for chunk in jnp.split(x_ErD, CHUNKS, axis=1):
-            with jax.named_scope("dispatch"):
-                x_erD = lax.all_to_all(chunk, "expert", 0, 1, tiled=True)
-            with jax.named_scope("experts"):
-                h_erF = jax.nn.relu(jnp.einsum("erd,edf->erf", x_erD, w_in_eDF))
-                y_erD = jnp.einsum("erf,efd->erd", h_erF, w_out_eFD)
-            with jax.named_scope("combine"):
-                outputs.append(lax.all_to_all(y_erD, "expert", 1, 0, tiled=True))
-        return jnp.concatenate(outputs, axis=1)
-
-    tokens = P(None, ("data", "expert"))
-    in_specs = tokens, P("expert"), P("expert")
-    return jax.shard_map(on_device, in_specs=in_specs, out_specs=tokens)(x_ERD, w_in_EDF, w_out_EFD)
-
-
-def compile_chunked_layer() -> jax.stages.Compiled:
-    """16 devices with 4096 rows of width 1024 for each of 8 experts."""
-    mesh = absent_mesh(H200, SHAPE)
-
-    def array(spec: P, *shape: int) -> jax.ShapeDtypeStruct:
-        return jax.ShapeDtypeStruct(shape, "bfloat16", sharding=jax.NamedSharding(mesh, spec))
-
-    with jax.set_mesh(mesh):
-        return (
-            jax.jit(chunked_layer)
-            .lower(
-                array(P(None, ("data", "expert")), 8, 16 * 4096, 1024),
-                array(P("expert"), 8, 1024, 4096),
-                array(P("expert"), 8, 4096, 1024),
-            )
-            .compile()
-        )
-
-
-def report(compiled: jax.stages.Compiled) -> dict:
-    """The exchanges of a program, with what they overlap."""
-    found = overlaps(compiled.as_text(), SHAPE)
+def report(config: RunConfig, mesh: str) -> dict:
+    """The exchanges of a compiled step, with what they overlap."""
+    shape = read_mesh(mesh)
+    start = time.perf_counter()
+    compiled = compile_train_step(config, shape, Layout.of(shape), H200)
+    found = overlaps(compiled.as_text(), shape, ("all-to-all", "ragged-all-to-all", "all-gather"))
+    exchanges = [o for o in found if "fallback" not in o.collective.op_name]
     return {
+        "seconds": time.perf_counter() - start,
+        "argument_bytes": compiled.memory_analysis().argument_size_in_bytes,
+        "share": overlapped_share(o for o in found if o.collective.kind == "all-to-all"),
         "exchanges": [
             asdict(o.collective)
             | {"phase": o.collective.phase, "wire_bytes": o.collective.wire_bytes}
             | {"expert_flops": o.expert_flops}
-            for o in found
+            for o in exchanges
         ],
-        "share": overlapped_share(found),
-        "argument_bytes": compiled.memory_analysis().argument_size_in_bytes,
     }
 
 
 if __name__ == "__main__":
-    start = time.perf_counter()
-    step = compile_train_step(CONFIG, SHAPE, Layout(), H200)
-    seconds = time.perf_counter() - start
-    reports = {"step": report(step), "chunked": report(compile_chunked_layer())}
-    print(json.dumps(reports | {"seconds": seconds}))
+    size = sys.argv[1]
+    assert jax.devices()[0].platform == "cpu"
+    print(json.dumps({mesh: report(CONFIGS[size], mesh) for mesh in MESHES[size]}))

@@ -5,6 +5,7 @@ runs, so that `--help` and mistakes are answered at once.
 """
 
 import contextlib
+import ctypes
 import difflib
 import io
 import logging
@@ -67,10 +68,21 @@ def _prepare_process() -> None:
     # A failed save is one line of ours. Each array that orbax was writing then adds a traceback.
     logging.getLogger("asyncio").setLevel(logging.CRITICAL)
     logging.getLogger("tensorboardX").setLevel(logging.ERROR)  # says of a NaN that it is one
+    if not _has_nvidia_driver():
+        # JAX's plugin may be there to compile for absent GPUs, and would complain of no cuDNN.
+        os.environ.setdefault("JAX_SKIP_CUDA_CONSTRAINTS_CHECK", "1")
     hook = sys.unraisablehook
     sys.unraisablehook = lambda raised: (
         None if str(raised.exc_value) == "Event loop is closed" else hook(raised)
     )
+
+
+def _has_nvidia_driver() -> bool:
+    try:
+        ctypes.CDLL("libcuda.so.1")
+    except OSError:
+        return False
+    return True
 
 
 def _command(words: Sequence[str]) -> int:

@@ -4,6 +4,7 @@ Commands run in this process where they can, with its eight devices.
 """
 
 import json
+import os
 import re
 import resource
 import signal
@@ -94,8 +95,10 @@ def finished(folder):
 
 
 def run_process(*words, program="from switchjax.cli import main; main()"):
+    """As a user does, whose environment does not keep JAX from looking for GPUs."""
     command = [sys.executable, "-c", program, *map(str, words)]
-    return subprocess.run(command, capture_output=True, text=True, timeout=120)
+    environment = {name: value for name, value in os.environ.items() if name != "JAX_PLATFORMS"}
+    return subprocess.run(command, capture_output=True, text=True, timeout=120, env=environment)
 
 
 # --- Mistakes -------------------------------------------------------------------------------
@@ -125,12 +128,37 @@ MISTAKES = {
     "groups": (f"{SWITCH[0]} 1 --mesh data8 --model.group-size 12", "group_size = 12 .* = 16"),
     "layers": ("--model.moe-every 2", "model.num_layers 1 must be a multiple of .*moe_every 2"),
     # Names that are none.
+    # How tokens reach their experts.
+    "dispatcher": ("--dispatcher alltoall", "dispatcher: expected one of .*all_gather"),
+    "dispatcher of one device": (
+        f"{SWITCH[0]} 1 --mesh expert8 --dispatcher local",
+        "local sends nothing, so it needs expert = 1, and expert = 8",
+    ),
+    "wire": ("--mesh expert8,wire=fp8", "wire must be one of compute, bfloat16, float8, got 'fp8'"),
+    "folded": (
+        f"{SWITCH[0]} 1 --mesh expert=4,model=2,experts=folded --model.num-experts 4",
+        r"with folded experts expert \* model = 8 must divide model.num_experts = 4",
+    ),
+    "chunks": (
+        f"{SWITCH[0]} 1 --mesh data2_expert2_model2,chunks=3",
+        "chunks = 3 must divide the groups of one device's micro-batch = 2",
+    ),
+    "ragged with slots": (
+        f"{SWITCH[0]} 1 --mesh expert8 --dispatcher ragged --model.eval-capacity-factor 2",
+        "ragged drops nothing, so leave out model.eval_capacity_factor 2.0",
+    ),
+    "ragged where experts choose": (
+        f"{SWITCH[0]} 1 --model.architecture encoder_decoder --mesh expert8 --dispatcher ragged "
+        "--model.encoder-router expert_choice",
+        "ragged is for experts that take whatever chooses them.*choose all_to_all",
+    ),
+    "buffer of none": ("--mesh expert8,buffer=2", "all_to_all has no buffer to bound"),
     "mesh": ("--mesh data9", f"no mesh 'data9'.*{mesh_names()[0]}.*{mesh_names()[-1]}"),
     "mesh file": ("--mesh {folder}/no.toml", "mesh file .*no.toml: No such file or directory"),
     "broken mesh file": ("--mesh {folder}/broken.toml", "mesh file .*broken.toml: Invalid value"),
     "mesh file without model": ("--mesh {folder}/two.toml", "two .*missing model"),
     "mesh axis": ("--mesh data=4,modle=2", "modle=2 .*unknown modle"),
-    "mesh axis twice": ("--mesh data=4,data=2", "names an axis twice"),
+    "mesh axis twice": ("--mesh data=4,data=2", "names a key twice"),
     "preset": ("--preset switch-base-9", r"no preset 'switch-base-9'; did you mean switch-base-\d"),
     "option": (
         "--model.num-expert 4",
@@ -145,7 +173,7 @@ MISTAKES = {
         "^--model.dtype: expected one of float32, bfloat16, got 'float64'$",
     ),
     "no number": ("--steps many", "^--steps: expected INT, got 'many'$"),
-    "no whole number": ("--devices 1.5", r"^--devices: expected \{None\}\|INT, got 1.5$"),
+    "no whole number": ("--devices 1.5", r"^--devices: expected \{None\}\|INT, got '1.5'$"),
     "no value": ("--steps", "^--steps needs a value$"),
     # Sizes that are none.
     "d_model": ("--model.d-model 0", "^model.d_model must be positive, got 0$"),

@@ -10,7 +10,6 @@ as a suffix, one letter each; einsum strings use the same letters in lower case.
     R rows of an exchange buffer (G * C)     X Switch layers of the model, encoder first
     P peers: devices of the expert axis      n lanes: the experts that a device sends to
 
-
 A capital is the whole dim; inside `shard_map` a lower-case letter is this device's part of it:
 `x_gTD` holds my groups, `w_in_eDf` my experts and my slice of their hidden dim.
 """

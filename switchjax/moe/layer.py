@@ -141,16 +141,13 @@ def _switch(
         if experts_choose:
             choice = routing.expert_choice(logits_gTE, real_gT, capacity=num_slots)
         else:
-            second_GT = None
-            if noise is not None and config.random_second:
-                second_GT = noise.at(2).uniform((L,)).reshape(real_gT.shape)
             choice = routing.route(
                 logits_gTE,
                 real_gT,
                 top_k=config.top_k,
                 capacity=num_slots,
                 bias_E=bias_E,
-                second_GT=second_GT,
+                second_GT=_second_draw(config, noise, real_gT),
             )
         mine = routing.router_sums(logits_gTE, real_gT, choice, experts_chose=experts_choose)
         sums = lax.psum(mine, TOKENS)
@@ -229,6 +226,14 @@ def _router_logits(
     if noise is not None and jitter > 0:
         x_bLD *= 1 + jitter * (2 * noise.at(0).uniform(x_bLD.shape[1:]) - 1)
     return jnp.einsum("bld,de->ble", x_bLD, router_DE, precision=lax.Precision.HIGHEST)
+
+
+def _second_draw(config: ModelConfig, noise: Noise | None, real_gT: Array) -> Array | None:
+    """What decides whether second choices are sent; None where all are."""
+    if noise is None or not config.random_second:
+        return None
+    length = real_gT.size // noise.row_B.size
+    return noise.at(2).uniform((length,)).reshape(real_gT.shape)
 
 
 def _places(noise: Noise, length: int) -> Array:

@@ -53,21 +53,23 @@ def exchange_bytes(model: ModelConfig, shape: MeshShape, *, tokens: int, group_s
     exchange, peers, k = shape.exchange, shape.expert, model.top_k
     if peers == 1:
         return 0.0
-    lanes = model.num_experts // (shape.model if exchange.experts == "folded" else 1)
+    columns = shape.model if exchange.experts == "folded" else 1
     row, away = row_bytes(model, shape), (peers - 1) / peers
     decisions = 3 * 4 * tokens * k * (peers - 1)  # rows, gates and the gates' gradients
     match exchange.dispatcher:
         case "all_to_all":
             slots = capacity(group_size, model.num_experts, k, model.capacity_factor)
-            return _WAYS * lanes * (tokens // group_size) * slots * row * away
-        case "all_gather" if exchange.buffer is None:
-            return _WAYS * tokens * row * (peers - 1) + decisions
+            return (
+                _WAYS * (model.num_experts // columns) * (tokens // group_size) * slots * row * away
+            )
         case "all_gather":
+            if exchange.buffer is None:
+                return _WAYS * tokens * row * (peers - 1) + decisions
             together = tokens // exchange.chunks
-            room = min(together, math.ceil(exchange.buffer * together * k / peers))
+            room = min(together, math.ceil(exchange.buffer * together * k / columns / peers))
             return _WAYS * exchange.chunks * peers * room * row * away + decisions
         case "ragged":
-            sizes = 4 * exchange.chunks * lanes * (peers - 1)
+            sizes = 4 * exchange.chunks * (model.num_experts // columns) * (peers - 1)
             return least_bytes(model, shape, tokens=tokens) + sizes
         case "local":
             return 0.0

@@ -17,6 +17,7 @@ from test_layer import (
     CONFIG,
     check_gradients,
     check_stats,
+    cotangents_like,
     expected_of,
     noise_of,
     random_tokens,
@@ -33,7 +34,12 @@ from switchjax.moe.layer import DISPATCHERS as LAYER_DISPATCHERS
 from switchjax.moe.layer import SwitchLayer
 from switchjax.moe.routing import route
 
-DISPATCHERS = ("all_to_all", "all_gather", "ragged", "local")
+ON_MESHES = [
+    (dispatcher, mesh)
+    for dispatcher in ("all_to_all", "all_gather", "ragged", "local")
+    for mesh in NAMES
+    if dispatcher != "local" or SHAPES[mesh].expert == 1
+]
 DROPS, NO_DROPS = 1.5, 8.0
 EXPERTS = 8
 
@@ -48,7 +54,8 @@ def make_layer(config, weights, layout):
     return layer
 
 
-@jax.jit
+# Many programs that run for a moment: what LLVM makes of them is not the question.
+@partial(jax.jit, compiler_options={"xla_backend_optimization_level": 0})
 def both_ways(layer, x_BLD, real_BL, noise, placement_E, cotangents):
     def objective(layer, x_BLD):
         y_BLD, stats = layer(x_BLD, real_BL, noise, placement_E=placement_E)
@@ -83,6 +90,7 @@ def results(exchange, given, placement_E):
             replace(cotangents, y=put(cotangents.y, LAYOUT.tokens_bld)),
         )
     )
+    both_ways.clear_cache()  # of a program that no other test needs, and of its memory maps
     gate = dlayer.experts.w_gate_EDF
     dweights = oracle.Weights(
         router=dlayer.router_DE.get_value(),
@@ -105,17 +113,11 @@ def check(exchange, given, placement_E):
     return stats
 
 
-@pytest.mark.mesh
-@pytest.mark.parametrize("top_k", [1, 2])
-@pytest.mark.parametrize("mesh", NAMES)
+@pytest.mark.parametrize("top_k", [1, pytest.param(2, marks=pytest.mark.mesh)])
+@pytest.mark.parametrize("dispatcher, mesh", ON_MESHES)
 @pytest.mark.parametrize("experts", ["separate", "folded"])
-@pytest.mark.parametrize("dispatcher", DISPATCHERS)
 def test_every_way_equals_the_oracle(dispatcher, experts, mesh, top_k):
     """Values, gradients, drops, loads and losses, with the experts' weights in a random order."""
-    if dispatcher == "local" and SHAPES[mesh].expert > 1:
-        with pytest.raises(Exception, match="local"):
-            replace(SHAPES[mesh], exchange=Exchange(dispatcher="local"))
-        return
     factor = NO_DROPS if dispatcher == "ragged" else DROPS
     activation = "geglu" if top_k == 2 else "relu"
     given = expected_of(factor, top_k, activation, None, 0.3)
@@ -124,10 +126,9 @@ def test_every_way_equals_the_oracle(dispatcher, experts, mesh, top_k):
         check(Exchange(dispatcher=dispatcher, experts=experts), given, placement_E)
 
 
-BOUNDED = [("all_gather", 1.5, 0), ("all_gather", 0.25, 1), ("ragged", 1.9, 0), ("ragged", 0.3, 1)]
+BOUNDED = [("all_gather", 1.7, 0), ("all_gather", 0.25, 1), ("ragged", 1.9, 0), ("ragged", 0.3, 1)]
 
 
-@pytest.mark.mesh
 @pytest.mark.parametrize("experts", ["separate", "folded"])
 @pytest.mark.parametrize("mesh", ["expert8", "data2_expert2_model2"])
 @pytest.mark.parametrize("dispatcher, buffer, fell_back", BOUNDED)
@@ -141,7 +142,26 @@ def test_bounded_buffers(dispatcher, buffer, fell_back, mesh, experts):
     assert stats.fell_back == fell_back
 
 
-@pytest.mark.mesh
+@pytest.mark.parametrize("experts, buffer", [("separate", 1.8), ("folded", 3)])
+@pytest.mark.parametrize("dispatcher", ["all_gather", "ragged"])
+def test_one_group_of_devices_falls_back_and_another_does_not(dispatcher, experts, buffer):
+    """Tokens of the first half of the rows are all alike, so their experts get too many."""
+    config = replace(CONFIG, capacity_factor=NO_DROPS)
+    weights, (x, real) = random_weights(config), random_tokens(padding=0.0)
+    x[: len(x) // 2] = x[0, 0]
+    cotangents = cotangents_like(x)
+    expected = oracle.switch(
+        x, real, weights, group_size=16, capacity=16, top_k=1, cotangents=cotangents
+    )
+    given = (config, weights, x, real, cotangents, expected)
+    exchange = Exchange(dispatcher=dispatcher, experts=experts, buffer=buffer)
+    with use("data2_expert2_model2"):
+        assert check(exchange, given, np.arange(EXPERTS)).fell_back
+    calm = (config, weights, x[8:], real[8:], replace(cotangents, y=cotangents.y[8:]), None)
+    with use("expert=2,model=2"):
+        assert not results(exchange, calm, np.arange(EXPERTS))[1].fell_back
+
+
 @pytest.mark.parametrize("chunks", [2, 4])
 @pytest.mark.parametrize("dispatcher", ["all_to_all", "all_gather", "ragged"])
 def test_chunks_change_nothing(dispatcher, chunks):

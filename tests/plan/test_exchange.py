@@ -50,7 +50,7 @@ EXCHANGES = [
     "data2_expert2_model2,chunks=2",
     "data2_expert2_model2,experts=folded",
     "data2_expert2_model2,experts=folded,dispatcher=all_gather",
-    "data2_expert2_model2,experts=folded,dispatcher=all_gather,buffer=0.75,chunks=2",
+    "data2_expert2_model2,experts=folded,dispatcher=all_gather,buffer=1.5,chunks=2",
     "data8",
 ]
 

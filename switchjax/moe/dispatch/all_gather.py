@@ -18,6 +18,7 @@ from jax import Array, lax
 
 from switchjax.axes import EXPERT
 from switchjax.moe.dispatch.interface import Experts, Plan, Tokens, gates, never
+from switchjax.moe.dispatch.placement import fair_share
 from switchjax.moe.dispatch.slots import (
     assign_slots,
     fill_slots,
@@ -46,16 +47,19 @@ def dispatch(tokens: Tokens, routing: Routing, experts: Experts, plan: Plan) -> 
         return send_all(tokens, decisions), never()
 
     T, Q = row_TQ.shape
-    devices = lax.axis_size(EXPERT)
-    room = min(T, math.ceil(plan.exchange.buffer * T * Q / devices))
+    fair = fair_share(T * Q, plan.exchange.experts) / lax.axis_size(EXPERT)
+    room = min(T, math.ceil(plan.exchange.buffer * fair))
     with jax.named_scope("dispatch"):
         peers = _peers(decisions.row_PTQ, plan.lanes * num_slots)
         overflows = (peers.place_PTQ >= room).any()
+    send_needed = partial(_send_needed, experts, plan, num_slots, room, peers)
+    if room == T:
+        return send_needed(tokens, decisions), never()
     y_TD = lax.cond(
         overflows,
         # Recomputed in the backward pass: nothing is kept for a way that is seldom taken.
         jax.named_call(jax.checkpoint(send_all), name="fallback"),
-        partial(_send_needed, experts, plan, num_slots, room, peers),
+        send_needed,
         tokens,
         decisions,
     )

@@ -41,6 +41,11 @@ def num_lanes(num_experts: int, experts: Experts) -> int:
     return num_experts // (lax.axis_size(MODEL) if experts == "folded" else 1)
 
 
+def fair_share(num_choices: int, experts: Experts) -> float:
+    """Of these choices of a device, those that are its lanes', if experts are chosen alike."""
+    return num_choices / (lax.axis_size(MODEL) if experts == "folded" else 1)
+
+
 def experts_here(placement_E: Array, experts: Experts) -> Array:
     """The logical experts whose weights this device holds, in their order."""
     device = lax.axis_index(EXPERT)

@@ -18,8 +18,9 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
-from switchjax.axes import EXPERT, MODEL
+from switchjax.axes import EXPERT
 from switchjax.moe.dispatch.interface import Experts, Plan, Tokens, gates, never
+from switchjax.moe.dispatch.placement import fair_share
 from switchjax.moe.dispatch.slots import Slots, fill_slots, slots_of, weighted_sum
 from switchjax.moe.dispatch.wire import gather, move, scatter_sum
 from switchjax.moe.grouped import block_rows, padded_rows, run_starts
@@ -59,9 +60,8 @@ def dispatch(tokens: Tokens, routing: Routing, experts: Experts, plan: Plan) -> 
 
     devices, (T, Q) = lax.axis_size(EXPERT), choices.lane_TQ.shape
     here = plan.lanes // devices
-    columns = lax.axis_size(MODEL) if plan.exchange.experts == "folded" else 1
     most = devices * T * min(Q, here)
-    fair = T * Q / columns
+    fair = fair_share(T * Q, plan.exchange.experts)
     room = min(most, math.ceil(fair * (plan.exchange.buffer or ROOM)))
     block = block_rows(fair, here)
     with jax.named_scope("dispatch"):

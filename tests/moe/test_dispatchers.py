@@ -19,12 +19,14 @@ from test_layer import (
     check_stats,
     cotangents_like,
     expected_of,
+    forward,
     noise_of,
     random_tokens,
     random_weights,
 )
 
 from switchjax.axes import EXPERT, MODEL
+from switchjax.config import ModelConfig
 from switchjax.layout import Layout
 from switchjax.mesh import Exchange
 from switchjax.moe.dispatch import placement, wire
@@ -376,3 +378,62 @@ def test_a_narrow_wire_suits_every_dispatcher(dispatcher, buffer, experts, name,
     ):
         distance = np.linalg.norm(ours - exact) / np.linalg.norm(exact)
         assert 1e-5 < distance < error
+
+
+# --- Sizes -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("mesh", ["single", "expert=2"])
+@pytest.mark.parametrize("length, width", [(32, 64), (37, 64), (2048, 512)])
+@pytest.mark.parametrize("dispatcher", ["all_to_all", "all_gather", "ragged"])
+def test_large_and_odd_sizes(dispatcher, length, width, mesh):  # case 73
+    """Against every expert computing every token, with skewed choices."""
+    config = ModelConfig(
+        d_model=width, d_ff=48, num_experts=6, jitter=0.0, capacity_factor=6.0, group_size=length
+    )
+    weights = random_weights(config)
+    weights.router[:, 5] = 0  # asked by few
+    x, real = random_tokens(rows=2, length=length, width=width, padding=0.1)
+    logits = x.astype(np.float64) @ weights.router
+    best = np.sort(logits, axis=-1)
+    real &= best[..., -1] - best[..., -2] > 1e-3  # float32 could choose others
+    layout = Layout.of(replace(SHAPES["single"], exchange=Exchange(dispatcher=dispatcher)))
+    with use(mesh):
+        y, stats = jax.device_get(
+            forward(
+                make_layer(config, weights, layout),
+                put(x, layout.tokens_bld),
+                put(real, layout.tokens_bl),
+                noise_of(2),
+            )
+        )
+    probs = np.exp(logits - logits.max(-1, keepdims=True))
+    gate = probs.max(-1) / probs.sum(-1)
+    assert stats.load_E.sum() == real.sum() and stats.dropped == 0
+    for expert in range(6):
+        chose = real & (logits.argmax(-1) == expert)
+        h = np.maximum(x[chose] @ weights.w_in[expert].astype(np.float64), 0)
+        expected = gate[chose][:, None] * (h @ weights.w_out[expert])
+        np.testing.assert_allclose(y[chose], expected, rtol=1e-4, atol=1e-5)
+    assert (y[~real] == 0).all()
+
+
+@pytest.mark.parametrize("dispatcher", ["all_to_all", "local"])
+def test_buffers_do_not_grow_with_the_experts(dispatcher):  # case 42
+    """Forward and backward: with 16 times the experts, a tenth more at most beside the weights."""
+    layout = Layout.of(replace(SHAPES["single"], exchange=Exchange(dispatcher=dispatcher)))
+
+    def temporary_bytes(num_experts):
+        config = replace(CONFIG, d_model=256, d_ff=1024, num_experts=num_experts)
+        x, real = random_tokens(rows=4, length=512, width=256)
+
+        def loss(layer, x_BLD, real_BL, noise):
+            return layer(x_BLD, real_BL, noise)[0].sum()
+
+        with use("single"):
+            layer = make_layer(config, random_weights(config), layout)
+            given = put(x, layout.tokens_bld), put(real, layout.tokens_bl), noise_of(4)
+            program = jax.jit(jax.grad(loss, argnums=(0, 1))).lower(layer, *given).compile()
+        return program.memory_analysis().temp_size_in_bytes
+
+    assert temporary_bytes(128) <= 1.1 * temporary_bytes(8)

@@ -56,6 +56,16 @@ class Exchange:
         if not 0 < self.buffer < float("inf"):
             raise UserError(f"buffer must be positive and finite, got {self.buffer}")
 
+    def compiler_options(self, platform: str) -> dict[str, str | bool]:
+        """For XLA, beside the user's own flags; numbers do not change.
+
+        It joins products that share an operand, where they are small. Chunks share their weights,
+        and one product for all of them would wait for the last chunk's tokens.
+        """
+        if platform != "gpu" or self.chunks == 1:
+            return {}
+        return {"xla_gpu_dot_merger_threshold_mb": "0"}
+
 
 def _is_count(value: object) -> bool:
     return isinstance(value, int) and not isinstance(value, bool) and value >= 1

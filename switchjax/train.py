@@ -182,8 +182,10 @@ def _compile(run: _Run, state: TrainState) -> _Compiled:
     began = time.perf_counter()
     batch = run.layout.place(run.data.eval_batches[0])  # of the same shape as those of training
     step = partial(train_step, run.config, run.layout)
+    platform = jax.sharding.get_mesh().devices.flat[0].platform
+    options = run.layout.exchange.compiler_options(platform)
     compiled = _Compiled(
-        jax.jit(step, donate_argnums=0).lower(state, batch).compile(),
+        jax.jit(step, donate_argnums=0).lower(state, batch).compile(compiler_options=options),
         jax.jit(eval_step).lower(state.model, state.router_bias_XE, batch).compile(),
         jax.jit(_are_finite).lower(state).compile(),
     )

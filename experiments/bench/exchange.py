@@ -62,16 +62,22 @@ def row(mesh: str) -> list[str]:
         return sum(c.wire_bytes for c in sent if c.axes == (axis,) and c.kind in kinds) / 1e6
 
     exchanges = {"all-to-all", "ragged-all-to-all", "all-gather", "reduce-scatter"}
+    hidden = [
+        overlap
+        for overlap in overlaps(text, shape, exchanges)
+        if overlap.collective.axes == ("expert",)
+        and not in_scope(overlap.collective.op_name, "fallback")
+    ]
     length = CONFIG.data.sequence_length
     tokens = CONFIG.data.batch_size * length // (shape.data * shape.expert)
     wide = replace(shape, exchange=replace(shape.exchange, wire="compute"))
     return [
-        mesh,
+        mesh.replace("dispatcher=", ""),
         f"{least_bytes(CONFIG.model, wide, tokens=tokens) / 1e6:.0f}",
         f"{exchange_bytes(CONFIG.model, shape, tokens=tokens, group_size=length) / 1e6:.0f}",
         f"{megabytes('expert', exchanges):.0f}",
         f"{megabytes('model', {'all-reduce'}):.0f}",
-        f"{overlapped_share(overlaps(text, shape)):.0%}",
+        f"{overlapped_share(hidden):.0%}",
     ]
 
 

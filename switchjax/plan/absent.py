@@ -25,7 +25,7 @@ from switchjax.step import train_step
 
 # XLA chooses the tiles of its own matmul kernels by trying them on the GPU, and without one its
 # guess does not compile for some shapes. cuBLAS takes any shape.
-_COMPILER_OPTIONS: dict[str, str | bool] = {"xla_gpu_enable_triton_gemm": False}
+_WITHOUT_A_GPU: dict[str, str | bool] = {"xla_gpu_enable_triton_gemm": False}
 
 
 def absent_mesh(gpu: Gpu, shape: MeshShape, *, gpus_per_host: int = 8) -> jax.sharding.Mesh:
@@ -100,4 +100,5 @@ def compile_train_step(
     with jax.set_mesh(absent_mesh(gpu, shape, gpus_per_host=gpus_per_host)):
         step = jax.jit(partial(train_step, config, layout), donate_argnums=0)
         lowered = step.lower(abstract_state(config, layout), abstract_batch(config, layout))
-        return lowered.compile(compiler_options=_COMPILER_OPTIONS)
+        options = shape.exchange.compiler_options("gpu") | _WITHOUT_A_GPU
+        return lowered.compile(compiler_options=options)

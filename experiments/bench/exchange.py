@@ -3,7 +3,8 @@
 Claim: `all_to_all` sends the tokens that must move and the empty slots of its capacity, and no
 more; 8 bits on the wire halve that; with four chunks experts work beside most of the bytes.
 Command: python experiments/bench/exchange.py
-Expect: the table below (needs `pip install 'switchjax[plan]'`; no GPU).
+Expect: the README's table, in 5 minutes on 2 CPU cores (needs `pip install 'switchjax[plan]'`; no
+GPU).
 
 Bytes of one device over the expert axis, for one Switch layer and step, forward and backward:
 `tokens` is what must move with balanced experts and no empty slots, `formula` what the dispatcher

@@ -27,6 +27,11 @@ def row_bytes(model: ModelConfig, shape: MeshShape) -> int:
             return model.d_model + _SCALE
 
 
+def _columns(shape: MeshShape) -> int:
+    """Columns of the mesh that have experts of their own."""
+    return shape.model if shape.exchange.experts == "folded" else 1
+
+
 def least_bytes(model: ModelConfig, shape: MeshShape, *, tokens: int) -> float:
     """Bytes of the tokens that must move: balanced experts, nothing dropped, no empty slot.
 
@@ -36,8 +41,7 @@ def least_bytes(model: ModelConfig, shape: MeshShape, *, tokens: int) -> float:
     Args:
         tokens: of one device, in one step.
     """
-    columns = shape.model if shape.exchange.experts == "folded" else 1
-    choices = tokens * model.top_k / columns
+    choices = tokens * model.top_k / _columns(shape)
     return _WAYS * choices * row_bytes(model, shape) * (shape.expert - 1) / shape.expert
 
 
@@ -53,7 +57,7 @@ def exchange_bytes(model: ModelConfig, shape: MeshShape, *, tokens: int, group_s
     exchange, peers, k = shape.exchange, shape.expert, model.top_k
     if peers == 1:
         return 0.0
-    columns = shape.model if exchange.experts == "folded" else 1
+    columns = _columns(shape)
     row, away = row_bytes(model, shape), (peers - 1) / peers
     decisions = 3 * 4 * tokens * k * (peers - 1)  # rows, gates and the gates' gradients
     match exchange.dispatcher:

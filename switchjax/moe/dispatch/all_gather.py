@@ -17,7 +17,8 @@ import jax.numpy as jnp
 from jax import Array, lax
 
 from switchjax.axes import EXPERT
-from switchjax.moe.dispatch.interface import Experts, Plan, Tokens, gates, never
+from switchjax.moe.dispatch import local
+from switchjax.moe.dispatch.interface import Experts, Plan, Tokens, bounded, gates, never
 from switchjax.moe.dispatch.placement import fair_share
 from switchjax.moe.dispatch.slots import (
     assign_slots,
@@ -55,15 +56,7 @@ def dispatch(tokens: Tokens, routing: Routing, experts: Experts, plan: Plan) -> 
     send_needed = partial(_send_needed, experts, plan, num_slots, room, peers)
     if room == T:
         return send_needed(tokens, decisions), never()
-    y_TD = lax.cond(
-        overflows,
-        # Recomputed in the backward pass: nothing is kept for a way that is seldom taken.
-        jax.named_call(jax.checkpoint(send_all), name="fallback"),
-        send_needed,
-        tokens,
-        decisions,
-    )
-    return y_TD, overflows.astype(jnp.int32)
+    return bounded(overflows, send_all, send_needed, tokens, decisions)
 
 
 def _send_all(
@@ -152,16 +145,7 @@ def _outputs(
     experts: Experts, plan: Plan, num_slots: int, tokens: Tokens, decisions: Decisions
 ) -> Array:
     """My experts' outputs for these tokens, weighted and added [N, D]."""
-    devices = lax.axis_size(EXPERT)
-    here = plan.lanes // devices
     with jax.named_scope("dispatch"):
         slots = slots_of(decisions.row_PTQ, plan.lanes * num_slots)
-
-        def there(x: Array) -> Array:
-            return fill_slots(x, slots).reshape(here, -1, x.shape[-1])
-
-        arrived = jax.tree.map(there, tokens)
-    with jax.named_scope("experts"):
-        y_eRD = experts.on_slots(arrived)
-    with jax.named_scope("combine"):
-        return weighted_sum(_flat(y_eRD), slots, decisions.gate_PTQ)
+    here = plan.lanes // lax.axis_size(EXPERT)
+    return local.outputs(tokens, slots, decisions.gate_PTQ, experts, here)

@@ -1,9 +1,11 @@
 """What a dispatcher is given and what it gives back. All inside `shard_map`."""
 
-from typing import NamedTuple, Protocol
+from collections.abc import Callable
+from typing import Any, NamedTuple, Protocol
 
+import jax
 import jax.numpy as jnp
-from jax import Array
+from jax import Array, lax
 from jaxtyping import Float, Int
 
 from switchjax.mesh import Exchange
@@ -64,3 +66,16 @@ def never() -> Array:
 def gates(routing: Routing) -> Float[Array, "T Q"]:
     """Of the tokens of all groups on this device."""
     return routing.gate_GTQ.reshape(-1, routing.gate_GTQ.shape[-1])
+
+
+def bounded(
+    overflows: Array, slower: Callable[..., Array], faster: Callable[..., Array], *operands: Any
+) -> tuple[Array, Array]:
+    """What a dispatcher returns that takes the slower way where its buffer would not do.
+
+    Args:
+        overflows: the same on all devices that exchange with each other.
+    """
+    # Recomputed in the backward pass: nothing is kept for a way that is seldom taken.
+    slower = jax.named_call(jax.checkpoint(slower), name="fallback")
+    return lax.cond(overflows, slower, faster, *operands), overflows.astype(jnp.int32)

@@ -24,7 +24,7 @@ def to_lanes(routing: Routing, placement_E: Array, experts: Experts) -> Routing:
     """
     lane_E, lanes = placement_E, placement_E.size
     if experts == "folded":
-        columns = lax.axis_size(MODEL)
+        columns = _columns(experts)
         lanes //= columns
         here = lanes // lax.axis_size(EXPERT)
         row_E, column_E = placement_E // here // columns, placement_E // here % columns
@@ -36,22 +36,25 @@ def to_lanes(routing: Routing, placement_E: Array, experts: Experts) -> Routing:
     return routing._replace(expert_GTQ=lane_GTQ, kept_GTQ=kept_GTQ)
 
 
+def _columns(experts: Experts) -> int:
+    """Columns of the mesh that have experts of their own."""
+    return lax.axis_size(MODEL) if experts == "folded" else 1
+
+
 def num_lanes(num_experts: int, experts: Experts) -> int:
     """Lanes of a device."""
-    return num_experts // (lax.axis_size(MODEL) if experts == "folded" else 1)
+    return num_experts // _columns(experts)
 
 
 def fair_share(num_choices: int, experts: Experts) -> float:
     """Of these choices of a device, those that are its lanes', if experts are chosen alike."""
-    return num_choices / (lax.axis_size(MODEL) if experts == "folded" else 1)
+    return num_choices / _columns(experts)
 
 
 def experts_here(placement_E: Array, experts: Experts) -> Array:
     """The logical experts whose weights this device holds, in their order."""
     device = lax.axis_index(EXPERT)
-    devices = lax.axis_size(EXPERT)
     if experts == "folded":
-        device = device * lax.axis_size(MODEL) + lax.axis_index(MODEL)
-        devices *= lax.axis_size(MODEL)
-    here = placement_E.size // devices
+        device = device * _columns(experts) + lax.axis_index(MODEL)
+    here = num_lanes(placement_E.size, experts) // lax.axis_size(EXPERT)
     return lax.dynamic_slice_in_dim(jnp.argsort(placement_E), device * here, here)

@@ -19,7 +19,7 @@ import jax.numpy as jnp
 from jax import Array, lax
 
 from switchjax.axes import EXPERT
-from switchjax.moe.dispatch.interface import Experts, Plan, Tokens, gates, never
+from switchjax.moe.dispatch.interface import Experts, Plan, Tokens, bounded, gates, never
 from switchjax.moe.dispatch.placement import fair_share
 from switchjax.moe.dispatch.slots import Slots, fill_slots, slots_of, weighted_sum
 from switchjax.moe.dispatch.wire import gather, move, scatter_sum
@@ -72,16 +72,8 @@ def dispatch(tokens: Tokens, routing: Routing, experts: Experts, plan: Plan) -> 
     with jax.named_scope("dispatch"):
         sizes_Pe = counts_Pn.sum(axis=0).reshape(devices, here)
         overflows = (sizes_Pe.sum(axis=1) > room).any()
-    y_TD = lax.cond(
-        overflows,
-        # Recomputed in the backward pass: nothing is kept for a way that is seldom taken.
-        jax.named_call(jax.checkpoint(partial(_send_all, experts, plan)), name="fallback"),
-        send,
-        tokens,
-        choices,
-        counts_Pn,
-    )
-    return y_TD, overflows.astype(jnp.int32)
+    send_all = partial(_send_all, experts, plan)
+    return bounded(overflows, send_all, send, tokens, choices, counts_Pn)
 
 
 def _choices(routing: Routing, lanes: int) -> tuple[Choices, Array]:

@@ -9,20 +9,22 @@ import jax.numpy as jnp
 import numpy as np
 import oracle
 import pytest
-from flax import nnx
 from jax import P
 from jax.test_util import check_grads
 from small_meshes import GRADIENTS, LAYOUT, NAMES, SHAPES, VALUES, put, use
 from test_layer import (
     CONFIG,
+    both_ways,
     check_gradients,
     check_stats,
     cotangents_like,
     expected_of,
     forward,
+    make_layer,
     noise_of,
     random_tokens,
     random_weights,
+    weights_of,
 )
 
 from switchjax.axes import EXPERT, MODEL
@@ -46,29 +48,12 @@ DROPS, NO_DROPS = 1.5, 8.0
 EXPERTS = 8
 
 
-def make_layer(config, weights, layout):
-    layer = jax.eval_shape(lambda: SwitchLayer(jax.random.key(0), config, layout))
-    layer.router_DE = nnx.Param(put(weights.router, layout.router_de))
-    layer.experts.w_in_EDF = nnx.Param(put(weights.w_in, layout.w_in_edf))
-    layer.experts.w_out_EFD = nnx.Param(put(weights.w_out, layout.w_out_efd))
-    if weights.w_gate is not None:
-        layer.experts.w_gate_EDF = nnx.Param(put(weights.w_gate, layout.w_in_edf))
-    return layer
-
-
 # Many programs that run for a moment: what LLVM makes of them is not the question.
-@partial(jax.jit, compiler_options={"xla_backend_optimization_level": 0})
-def both_ways(layer, x_BLD, real_BL, noise, placement_E, cotangents):
-    def objective(layer, x_BLD):
-        y_BLD, stats = layer(x_BLD, real_BL, noise, placement_E=placement_E)
-        total = (y_BLD * cotangents.y).sum()
-        total += cotangents.aux_coefficient * stats.balance + cotangents.z_coefficient * stats.z
-        return total, (y_BLD, stats)
+quick_both_ways = jax.jit(both_ways, compiler_options={"xla_backend_optimization_level": 0})
 
-    (dlayer, dx_BLD), (y_BLD, stats) = jax.grad(objective, argnums=(0, 1), has_aux=True)(
-        layer, x_BLD
-    )
-    return y_BLD, stats, dx_BLD, dlayer
+
+def layout_of(exchange):
+    return Layout.of(replace(SHAPES["single"], exchange=exchange))
 
 
 def moved(weights, order_E):
@@ -80,27 +65,20 @@ def moved(weights, order_E):
 def results(exchange, given, placement_E):
     """Output, statistics, gradient of x and of the weights, the experts being placed so."""
     config, weights, x, real, cotangents, _ = given
-    layout = Layout.of(replace(SHAPES["single"], exchange=exchange))
+    layout = layout_of(exchange)
     layer = make_layer(config, moved(weights, np.argsort(placement_E)), layout)
     y, stats, dx, dlayer = jax.device_get(
-        both_ways(
+        quick_both_ways(
             layer,
             put(x, LAYOUT.tokens_bld),
             put(real, LAYOUT.tokens_bl),
             noise_of(len(x)),
-            put(placement_E.astype(np.int32), LAYOUT.whole),
             replace(cotangents, y=put(cotangents.y, LAYOUT.tokens_bld)),
+            placement_E=put(placement_E.astype(np.int32), LAYOUT.whole),
         )
     )
-    both_ways.clear_cache()  # of a program that no other test needs, and of its memory maps
-    gate = dlayer.experts.w_gate_EDF
-    dweights = oracle.Weights(
-        router=dlayer.router_DE.get_value(),
-        w_in=dlayer.experts.w_in_EDF.get_value(),
-        w_gate=None if gate is None else gate.get_value(),
-        w_out=dlayer.experts.w_out_EFD.get_value(),
-    )
-    return y, stats, dx, moved(dweights, placement_E)
+    quick_both_ways.clear_cache()  # of a program that no other test needs, and of its memory maps
+    return y, stats, dx, moved(weights_of(dlayer), placement_E)
 
 
 def check(exchange, given, placement_E):
@@ -283,7 +261,7 @@ def test_gradients_of_the_journey_in_float64(exchange, mesh):
 def with_dropout(mesh, exchange):
     """Output where half of the hidden activations are dropped, which depends on every key."""
     config = replace(CONFIG, expert_dropout=0.5, capacity_factor=NO_DROPS)
-    layout = Layout.of(replace(SHAPES["single"], exchange=exchange))
+    layout = layout_of(exchange)
     x, real = random_tokens()
     placement_E = np.random.default_rng(1).permutation(EXPERTS).astype(np.int32)
     weights = moved(random_weights(config), np.argsort(placement_E))
@@ -397,7 +375,7 @@ def test_large_and_odd_sizes(dispatcher, length, width, mesh):  # case 73
     logits = x.astype(np.float64) @ weights.router
     best = np.sort(logits, axis=-1)
     real &= best[..., -1] - best[..., -2] > 1e-3  # float32 could choose others
-    layout = Layout.of(replace(SHAPES["single"], exchange=Exchange(dispatcher=dispatcher)))
+    layout = layout_of(Exchange(dispatcher=dispatcher))
     with use(mesh):
         y, stats = jax.device_get(
             forward(
@@ -421,7 +399,7 @@ def test_large_and_odd_sizes(dispatcher, length, width, mesh):  # case 73
 @pytest.mark.parametrize("dispatcher", ["all_to_all", "local"])
 def test_buffers_do_not_grow_with_the_experts(dispatcher):  # case 42
     """Forward and backward: with 16 times the experts, a tenth more at most beside the weights."""
-    layout = Layout.of(replace(SHAPES["single"], exchange=Exchange(dispatcher=dispatcher)))
+    layout = layout_of(Exchange(dispatcher=dispatcher))
 
     def temporary_bytes(num_experts):
         config = replace(CONFIG, d_model=256, d_ff=1024, num_experts=num_experts)

@@ -51,16 +51,16 @@ def random_tokens(*, rows=ROWS, length=LENGTH, width=8, padding=0.3, seed=1):
     return x, rng.random((rows, length)) >= padding
 
 
-def make_layer(config, weights):
+def make_layer(config, weights, layout=LAYOUT):
     """The layer on the mesh in use."""
     layer = jax.eval_shape(
-        lambda: SwitchLayer(jax.random.key(0), config, LAYOUT, router_kind=config.encoder_router)
+        lambda: SwitchLayer(jax.random.key(0), config, layout, router_kind=config.encoder_router)
     )
-    layer.router_DE = nnx.Param(put(weights.router, LAYOUT.router_de))
-    layer.experts.w_in_EDF = nnx.Param(put(weights.w_in, LAYOUT.w_in_edf))
-    layer.experts.w_out_EFD = nnx.Param(put(weights.w_out, LAYOUT.w_out_efd))
+    layer.router_DE = nnx.Param(put(weights.router, layout.router_de))
+    layer.experts.w_in_EDF = nnx.Param(put(weights.w_in, layout.w_in_edf))
+    layer.experts.w_out_EFD = nnx.Param(put(weights.w_out, layout.w_out_efd))
     if weights.w_gate is not None:
-        layer.experts.w_gate_EDF = nnx.Param(put(weights.w_gate, LAYOUT.w_in_edf))
+        layer.experts.w_gate_EDF = nnx.Param(put(weights.w_gate, layout.w_in_edf))
     return layer
 
 
@@ -75,12 +75,11 @@ def forward(layer, x_BLD, real_BL, noise, bias_E=None):
     return layer(x_BLD, real_BL, noise, bias_E)
 
 
-@jax.jit
-def backward(layer, x_BLD, real_BL, noise, cotangents, bias_E=None):
+def both_ways(layer, x_BLD, real_BL, noise, cotangents, bias_E=None, placement_E=None):
     """The layer's results, and the gradients of the objective that the oracle has too."""
 
     def objective(layer, x_BLD):
-        y_BLD, stats = layer(x_BLD, real_BL, noise, bias_E)
+        y_BLD, stats = layer(x_BLD, real_BL, noise, bias_E, placement_E=placement_E)
         total = jnp.sum(y_BLD * cotangents.y)
         total += cotangents.aux_coefficient * stats.balance + cotangents.z_coefficient * stats.z
         return total, (y_BLD, stats)
@@ -88,6 +87,20 @@ def backward(layer, x_BLD, real_BL, noise, cotangents, bias_E=None):
     gradient = jax.grad(objective, argnums=(0, 1), has_aux=True)
     (dlayer, dx_BLD), (y_BLD, stats) = gradient(layer, x_BLD)
     return y_BLD, stats, dx_BLD, dlayer
+
+
+backward = jax.jit(both_ways)
+
+
+def weights_of(dlayer):
+    """The gradients of a layer's weights."""
+    gate = dlayer.experts.w_gate_EDF
+    return oracle.Weights(
+        router=dlayer.router_DE.get_value(),
+        w_in=dlayer.experts.w_in_EDF.get_value(),
+        w_gate=None if gate is None else gate.get_value(),
+        w_out=dlayer.experts.w_out_EFD.get_value(),
+    )
 
 
 jax.tree_util.register_dataclass(oracle.Cotangents, ["y", "aux_coefficient", "z_coefficient"], [])
@@ -119,14 +132,7 @@ def call_with_gradients(config, weights, x, real, cotangents, *, training=True, 
             None if bias is None else put(bias, LAYOUT.whole),
         )
     )
-    gate = dlayer.experts.w_gate_EDF
-    dweights = oracle.Weights(
-        router=dlayer.router_DE.get_value(),
-        w_in=dlayer.experts.w_in_EDF.get_value(),
-        w_gate=None if gate is None else gate.get_value(),
-        w_out=dlayer.experts.w_out_EFD.get_value(),
-    )
-    return y, stats, dx, dweights
+    return y, stats, dx, weights_of(dlayer)
 
 
 def cotangents_like(x, *, aux=AUX, z=Z):

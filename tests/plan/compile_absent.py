@@ -15,6 +15,7 @@ from switchjax.layout import Layout
 from switchjax.mesh import read_mesh
 from switchjax.plan.absent import compile_train_step
 from switchjax.plan.hardware import H200
+from switchjax.plan.hlo import in_scope
 from switchjax.plan.schedule import overlapped_share, overlaps
 
 SMALL = RunConfig(
@@ -57,7 +58,7 @@ def report(config: RunConfig, mesh: str) -> dict:
     start = time.perf_counter()
     compiled = compile_train_step(config, shape, Layout.of(shape), H200)
     found = overlaps(compiled.as_text(), shape, ("all-to-all", "ragged-all-to-all", "all-gather"))
-    exchanges = [o for o in found if "fallback" not in o.collective.op_name]
+    exchanges = [o for o in found if not in_scope(o.collective.op_name, "fallback")]
     return {
         "seconds": time.perf_counter() - start,
         "argument_bytes": compiled.memory_analysis().argument_size_in_bytes,

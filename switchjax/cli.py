@@ -21,7 +21,7 @@ from typing import Annotated, Any, NoReturn
 import tyro
 
 from switchjax.config import EvalConfig, RunConfig, TokenizerConfig, read_config
-from switchjax.errors import NonFiniteError, UserError
+from switchjax.errors import NonFiniteError, UserError, unknown
 from switchjax.presets import PRESETS
 
 _USAGE = """\
@@ -94,19 +94,13 @@ def _command(words: Sequence[str]) -> int:
         print(_USAGE, end="")
         return 0 if words else 2
     typed = " ".join(words[: 2 if words[0] == "tokenizer" else 1])
-    _unknown("command", typed, [" ".join(name) for name in commands])
-
-
-def _unknown(what: str, name: str, known: Sequence[str]) -> NoReturn:
-    near = difflib.get_close_matches(name, known, n=1)
-    hint = f"did you mean {near[0]}? " if near else ""
-    raise UserError(f"no {what} {name!r}; {hint}there are {', '.join(known)}")
+    raise unknown("command", typed, [" ".join(name) for name in commands])
 
 
 def _train(words: Sequence[str], experiment: RunConfig | None = None) -> int:
     preset = _value("--preset", words) if experiment is None else None
     if preset is not None and preset not in PRESETS:
-        _unknown("preset", preset, list(PRESETS))
+        raise unknown("preset", preset, list(PRESETS))
     start = experiment or PRESETS[preset or "tiny"]
     if "--resume" in words:
         if preset is not None:

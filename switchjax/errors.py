@@ -1,5 +1,8 @@
 """What the command line answers with one line and no traceback."""
 
+import difflib
+from collections.abc import Sequence
+
 
 class UserError(ValueError):
     """A mistake in a config, file or flag: one line that names the values and the rule.
@@ -10,3 +13,10 @@ class UserError(ValueError):
 
 class NonFiniteError(FloatingPointError):
     """Training produced an infinity or NaN; names step and metric. Exit status 1."""
+
+
+def unknown(what: str, name: str, known: Sequence[str]) -> UserError:
+    """Of a name that is none of those known, with the nearest one."""
+    near = difflib.get_close_matches(name, known, n=1)
+    hint = f"did you mean {near[0]}? " if near else ""
+    return UserError(f"no {what} {name!r}; {hint}there are {', '.join(known)}")

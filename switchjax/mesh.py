@@ -4,7 +4,6 @@ A mesh file (`meshes/NAME.toml`) is three integers, `data`, `expert` and `model`
 differ from the defaults the fields of `Exchange`: how tokens reach their experts on this mesh.
 """
 
-import difflib
 import os
 import re
 import tomllib
@@ -18,7 +17,7 @@ import jax
 
 from switchjax.axes import AXES
 from switchjax.config import Dispatcher, Experts, Wire
-from switchjax.errors import UserError
+from switchjax.errors import UserError, unknown
 
 # An installed package carries the mesh files inside itself, a checkout beside itself.
 _FOLDERS = (Path(__file__).parent / "meshes", Path(__file__).parent.parent / "meshes")
@@ -144,9 +143,7 @@ def _read_file(mesh: str) -> dict:
     if path.suffix != ".toml":
         path = _folder() / f"{mesh}.toml"
         if mesh not in mesh_names():
-            near = difflib.get_close_matches(mesh, mesh_names(), n=1)
-            hint = f"did you mean {near[0]}? " if near else ""
-            raise UserError(f"no mesh {mesh!r}; {hint}there are {', '.join(mesh_names())}")
+            raise unknown("mesh", mesh, mesh_names())
     try:
         return tomllib.loads(path.read_text())
     except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:

@@ -16,11 +16,21 @@ import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields, is_dataclass, replace
 from pathlib import Path
-from typing import Annotated, Any, NoReturn
+from typing import Annotated, Any, NoReturn, get_args
 
 import tyro
 
-from switchjax.config import EvalConfig, RunConfig, TokenizerConfig, UpcycleConfig, read_config
+from switchjax.config import (
+    DataConfig,
+    EvalConfig,
+    ModelConfig,
+    OptimConfig,
+    PlanConfig,
+    RunConfig,
+    TokenizerConfig,
+    UpcycleConfig,
+    read_config,
+)
 from switchjax.errors import NonFiniteError, UserError, unknown
 from switchjax.presets import PRESETS
 
@@ -29,6 +39,7 @@ usage: switchjax COMMAND [OPTIONS]
 
   train             train a model
   eval RUN          evaluate a run's checkpoint on its held-out text
+  plan              choose the layout for hardware that need not be here
   upcycle DENSE OUT make a dense model's weights those of a Switch Transformer
   tokenizer train   make a SentencePiece tokenizer from text
 
@@ -44,6 +55,18 @@ class _TrainFlags:
     preset: Annotated[str, tyro.conf.arg(metavar="{" + ",".join(PRESETS) + "}")] = "tiny"
     """Where all other options start from."""
     config: Annotated[RunConfig, tyro.conf.arg(name="")]
+
+
+@dataclass(frozen=True, kw_only=True)
+class _PlanFlags:
+    """Rank the layouts of a config on hardware that need not be here, and compile the best."""
+
+    preset: Annotated[str, tyro.conf.arg(metavar="{" + ",".join(PRESETS) + "}")] = "tiny"
+    """Where the options of model, data and optim start from."""
+    plan: Annotated[PlanConfig, tyro.conf.arg(name="")]
+    model: ModelConfig
+    data: DataConfig
+    optim: OptimConfig
 
 
 def main(config: RunConfig | None = None) -> NoReturn:
@@ -91,6 +114,7 @@ def _command(words: Sequence[str]) -> int:
         ("train",): _train,
         ("eval",): _eval,
         ("upcycle",): _upcycle,
+        ("plan",): _plan,
         ("tokenizer", "train"): _tokenizer,
     }
     for name, command in commands.items():
@@ -103,10 +127,33 @@ def _command(words: Sequence[str]) -> int:
     raise unknown("command", typed, [" ".join(name) for name in commands])
 
 
-def _train(words: Sequence[str], experiment: RunConfig | None = None) -> int:
-    preset = _value("--preset", words) if experiment is None else None
+def _plan(words: Sequence[str]) -> int:
+    preset = _preset(words) or "tiny"
+    start = PRESETS[preset]
+    flags = _PlanFlags(
+        preset=preset,
+        plan=PlanConfig(),
+        model=start.model,
+        data=start.data,
+        optim=start.optim,
+    )
+    flags = _parse(_PlanFlags, words, "switchjax plan", flags)
+
+    from switchjax.plan.planning import plan
+
+    plan(replace(start, model=flags.model, data=flags.data, optim=flags.optim), flags.plan)
+    return 0
+
+
+def _preset(words: Sequence[str]) -> str | None:
+    preset = _value("--preset", words)
     if preset is not None and preset not in PRESETS:
         raise unknown("preset", preset, list(PRESETS))
+    return preset
+
+
+def _train(words: Sequence[str], experiment: RunConfig | None = None) -> int:
+    preset = _preset(words) if experiment is None else None
     start = experiment or PRESETS[preset or "tiny"]
     if "--resume" in words:
         if preset is not None:
@@ -251,10 +298,12 @@ def _reworded(answer: str, kind: type) -> str:
     return re.sub(r"^Error parsing [\w.]+: ", "", answer)  # the configs' own words
 
 
-def _options(kind: type, prefix: str = "--") -> Iterator[str]:
+def _options(kind: Any, prefix: str = "--") -> Iterator[str]:
     for field in fields(kind):
-        if field.type == Annotated[RunConfig, tyro.conf.arg(name="")]:
-            yield from _options(RunConfig)
+        kind: Any
+        kind, *arguments = get_args(field.type) or (field.type,)
+        if arguments == [tyro.conf.arg(name="")]:
+            yield from _options(kind)
         elif isinstance(field.type, type) and is_dataclass(field.type):
             yield from _options(field.type, f"{prefix}{field.name}.")
         else:

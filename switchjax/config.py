@@ -321,6 +321,42 @@ class EvalConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
+class PlanConfig:
+    """Which layout to run a config with, on hardware that need not be here."""
+
+    hardware: str = "h200"
+    """Name of an accelerator, or path of a file of its facts."""
+    nodes: int = 1
+    """Nodes full of devices."""
+    devices_per_node: int | None = None
+    """Devices that share a node's links; None = as the hardware has them."""
+    batch_tokens: str | None = None
+    """Tokens of a batch's encoder rows (or rows, decoder-only), such as 65536, 512K or 1M
+    (2**20); None = as data.batch_size says."""
+    seq: int | None = None
+    """Tokens of an encoder row, or of a decoder-only row; None = as data.sequence_length says."""
+    mesh: str | None = None
+    """Only this mesh, with the config's own remat and accumulation; None = all that divide."""
+    show: int = 12
+    """Layouts to show."""
+    compile: int = 5
+    """How many of the best are compiled for the hardware; 0 = formulas alone."""
+    write: str | None = None
+    """Mesh file to write for the first."""
+    json: bool = False
+    """Print the rows as JSON, and the table to stderr."""
+    picture: str | None = None
+    """PNG to draw: time by part of each layout."""
+
+    def __post_init__(self) -> None:
+        _require_positive("plan", self, "nodes", "show")
+        _require(self.compile >= 0, f"plan.compile must be 0 or more, got {self.compile}")
+        for name in ("devices_per_node", "seq"):
+            if getattr(self, name) is not None:
+                _require_positive("plan", self, name)
+
+
+@dataclass(frozen=True, kw_only=True)
 class UpcycleConfig:
     """A dense model's weights as those of a Switch Transformer, to be trained with --init-from."""
 

@@ -29,7 +29,7 @@ from switchjax.mesh import read_mesh
 from switchjax.plan.absent import compile_train_step
 from switchjax.plan.collectives import collectives
 from switchjax.plan.exchange import exchange_bytes, least_bytes
-from switchjax.plan.hardware import H200
+from switchjax.plan.hardware import read_hardware
 from switchjax.plan.hlo import in_scope
 from switchjax.plan.schedule import overlapped_share, overlaps
 
@@ -56,7 +56,7 @@ WAYS += [",dispatcher=ragged", ",chunks=2", ",chunks=4"]
 def row(mesh: str) -> list[str]:
     """Of the table: millions of bytes, and the share of exchanged bytes that experts hide."""
     shape = read_mesh(mesh)
-    text = compile_train_step(CONFIG, shape, Layout.of(shape), H200).as_text()
+    text = compile_train_step(CONFIG, shape, Layout.of(shape), read_hardware("h200")).as_text()
     sent = [c for c in collectives(text, shape) if not in_scope(c.op_name, "fallback")]
 
     def megabytes(axis: str, kinds: set[str]) -> float:

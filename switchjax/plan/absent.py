@@ -19,7 +19,7 @@ from switchjax.data.pipeline import row_lengths
 from switchjax.errors import UserError
 from switchjax.layout import Layout
 from switchjax.mesh import MeshShape
-from switchjax.plan.hardware import Gpu
+from switchjax.plan.hardware import Hardware, whole_nodes
 from switchjax.state import abstract_state
 from switchjax.step import train_step
 
@@ -28,25 +28,18 @@ from switchjax.step import train_step
 _WITHOUT_A_GPU: dict[str, str | bool] = {"xla_gpu_enable_triton_gemm": False}
 
 
-def absent_mesh(gpu: Gpu, shape: MeshShape, *, gpus_per_host: int = 8) -> jax.sharding.Mesh:
-    """A mesh of GPUs to compile for: hosts full of GPUs, or one host with fewer.
+def absent_mesh(hardware: Hardware, shape: MeshShape) -> jax.sharding.Mesh:
+    """A mesh of GPUs to compile for: nodes full of GPUs, or one node with fewer.
 
     Raises:
-        UserError: the GPUs do not fill whole hosts, or XLA's plugin for CUDA cannot be used.
+        UserError: the GPUs do not fill whole nodes, or XLA's plugin for CUDA cannot be used.
     """
-    hosts, rest = divmod(shape.num_devices, gpus_per_host)
-    if hosts == 0:
-        hosts, gpus_per_host = 1, shape.num_devices
-    elif rest:
-        raise UserError(
-            f"mesh {shape.name}: gpus_per_host = {gpus_per_host} must divide its "
-            f"{shape.num_devices} devices ({shape})"
-        )
+    nodes, in_node = whole_nodes(hardware, shape)
     try:
         topology = topologies.get_topology_desc(
             platform="cuda",
-            topology=f"1x{hosts}x{gpus_per_host}",
-            target_config=gpu.target_config(),
+            topology=f"1x{nodes}x{in_node}",
+            target_config=hardware.target_config(),
         )
     except NotImplementedError:
         raise UserError(
@@ -77,7 +70,7 @@ def abstract_batch(config: RunConfig, layout: Layout) -> Batch:
 
 
 def compile_train_step(
-    config: RunConfig, shape: MeshShape, layout: Layout, gpu: Gpu, *, gpus_per_host: int = 8
+    config: RunConfig, shape: MeshShape, layout: Layout, hardware: Hardware
 ) -> jax.stages.Compiled:
     """The train step as training runs it, compiled for absent GPUs.
 
@@ -97,7 +90,7 @@ def compile_train_step(
         accumulation=config.optim.accumulation,
         row_lengths=row_lengths(config.data, config.model.architecture),
     )
-    with jax.set_mesh(absent_mesh(gpu, shape, gpus_per_host=gpus_per_host)):
+    with jax.set_mesh(absent_mesh(hardware, shape)):
         step = jax.jit(partial(train_step, config, layout), donate_argnums=0)
         lowered = step.lower(abstract_state(config, layout), abstract_batch(config, layout))
         options = shape.exchange.compiler_options("gpu") | _WITHOUT_A_GPU

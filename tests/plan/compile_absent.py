@@ -14,7 +14,7 @@ from switchjax.config import DataConfig, ModelConfig, RunConfig
 from switchjax.layout import Layout
 from switchjax.mesh import read_mesh
 from switchjax.plan.absent import compile_train_step
-from switchjax.plan.hardware import H200
+from switchjax.plan.hardware import read_hardware
 from switchjax.plan.hlo import in_scope
 from switchjax.plan.schedule import overlapped_share, overlaps
 
@@ -56,7 +56,7 @@ def report(config: RunConfig, mesh: str) -> dict:
     """The exchanges of a compiled step, with what they overlap."""
     shape = read_mesh(mesh)
     start = time.perf_counter()
-    compiled = compile_train_step(config, shape, Layout.of(shape), H200)
+    compiled = compile_train_step(config, shape, Layout.of(shape), read_hardware("h200"))
     found = overlaps(compiled.as_text(), shape, ("all-to-all", "ragged-all-to-all", "all-gather"))
     exchanges = [o for o in found if not in_scope(o.collective.op_name, "fallback")]
     return {

@@ -19,7 +19,7 @@ from switchjax.layout import Layout
 from switchjax.mesh import read_mesh
 from switchjax.plan.absent import absent_mesh, compile_train_step
 from switchjax.plan.exchange import exchange_bytes, least_bytes
-from switchjax.plan.hardware import H200
+from switchjax.plan.hardware import read_hardware
 
 FOLDER = Path(__file__).parent
 linux = pytest.mark.skipif(sys.platform != "linux", reason="XLA's plugin for CUDA is for Linux")
@@ -128,12 +128,12 @@ def test_a_missing_plugin_is_the_users_to_install(monkeypatch):
 
     monkeypatch.setattr(topologies, "get_topology_desc", missing)
     with pytest.raises(UserError, match=r"pip install 'switchjax\[plan\]'.*JAX_PLATFORMS=cpu"):
-        absent_mesh(H200, read_mesh("data2_expert8"))
+        absent_mesh(read_hardware("h200"), read_mesh("data2_expert8"))
 
 
 def test_sizes_that_do_not_fit_are_named():
-    with pytest.raises(UserError, match="gpus_per_host = 8 must divide its 12 devices"):
-        absent_mesh(H200, builders.sizes(3, 4, 1))
+    with pytest.raises(UserError, match="8 devices a node must divide its 12 devices"):
+        absent_mesh(read_hardware("h200"), builders.sizes(3, 4, 1))
     config = replace(LARGE, data=replace(LARGE.data, batch_size=8))
     with pytest.raises(UserError, match=r"data \* expert = 16 must divide rows"):
-        compile_train_step(config, read_mesh("data2_expert8"), Layout(), H200)
+        compile_train_step(config, read_mesh("data2_expert8"), Layout(), read_hardware("h200"))

@@ -1,0 +1,182 @@
+"""Compiles candidates for absent GPUs, each in a process of its own, and remembers the answers.
+
+XLA's plugin for CUDA must not look for GPUs, and a compile may take a process down with it. Answers
+are kept in the user's cache folder under what they depend on, this package's own code included.
+
+Run as a program it is such a process: a question in JSON on stdin, the answer on stdout.
+"""
+
+import hashlib
+import importlib.metadata
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from switchjax.config import from_dict, to_dict
+from switchjax.errors import UserError
+from switchjax.mesh import Exchange, MeshShape
+from switchjax.plan.candidates import Candidate
+from switchjax.plan.collectives import Collective
+from switchjax.plan.hardware import Hardware, hardware_from
+
+PACKAGE = Path(__file__).parent.parent
+
+
+@dataclass(frozen=True, kw_only=True)
+class Program:
+    """What the compiler says of a train step."""
+
+    device_bytes: int
+    """Of one device: arguments, results that replace none of them, and temporaries."""
+    argument_bytes: int
+    temp_bytes: int
+    collectives: list[tuple[Collective, int]]
+    """Each with the FLOPs of the matrix products that run between its start and its done."""
+    seconds: float
+    """That compiling took."""
+
+
+@dataclass(frozen=True)
+class Failure:
+    """What the compiler said where it failed."""
+
+    message: str
+
+
+Answer = Program | Failure
+_NUMBERS = ("device_bytes", "argument_bytes", "temp_bytes", "seconds")
+
+
+def compile_all(
+    candidates: Sequence[Candidate],
+    hardware: Hardware,
+    *,
+    on_done: Callable[[], None] = lambda: None,
+) -> list[Answer]:
+    """An answer for each candidate, from the cache or from a process; as many at once as CPUs.
+
+    Raises:
+        UserError: XLA's plugin for CUDA is not installed.
+    """
+    require_compiler()
+
+    def answer(candidate: Candidate) -> Answer:
+        found = _cached(candidate, hardware)
+        on_done()
+        return found
+
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
+        return list(pool.map(answer, candidates))
+
+
+def require_compiler() -> None:
+    """Raises UserError unless XLA's plugin for CUDA is installed."""
+    if not has_compiler():
+        raise UserError("compiling for absent GPUs needs pip install 'switchjax[plan]'")
+
+
+def has_compiler() -> bool:
+    """Whether XLA's plugin for CUDA is installed."""
+    try:
+        importlib.metadata.version("jax-cuda13-pjrt")
+    except importlib.metadata.PackageNotFoundError:
+        return False
+    return True
+
+
+def cache_folder() -> Path:
+    """Where answers are kept."""
+    return Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "switchjax" / "plan"
+
+
+def _cached(candidate: Candidate, hardware: Hardware) -> Answer:
+    question = _question(candidate, hardware)
+    key = hashlib.blake2b(f"{question}{_versions()}".encode(), digest_size=16).hexdigest()
+    path = cache_folder() / f"{key}.json"
+    try:
+        return _program(json.loads(path.read_text()))
+    except (OSError, ValueError, KeyError, TypeError):
+        pass  # not asked before, or cut off while writing
+    environment = os.environ | {"JAX_PLATFORMS": "cpu", "TF_CPP_MIN_LOG_LEVEL": "3"}
+    done = subprocess.run(
+        [sys.executable, "-m", "switchjax.plan.compiling"],
+        input=question,
+        env=environment,
+        capture_output=True,
+        text=True,
+    )
+    if done.returncode:
+        lines = [line for line in done.stderr.splitlines() if line.strip()]
+        return Failure(lines[-1].strip() if lines else f"it ended with status {done.returncode}")
+    said = done.stdout.splitlines()[-1]
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = path.with_suffix(f".{os.getpid()}")
+    temporary.write_text(said)
+    temporary.replace(path)
+    return _program(json.loads(said))
+
+
+def _question(candidate: Candidate, hardware: Hardware) -> str:
+    config = to_dict(candidate.config)
+    asked = {part: config[part] for part in ("model", "data", "optim")}
+    shape = asdict(candidate.shape)
+    return json.dumps({"config": asked, "shape": shape, "hardware": asdict(hardware)})
+
+
+def _versions() -> str:
+    """Of what else an answer depends on."""
+    code = hashlib.blake2b(digest_size=16)
+    for path in sorted(PACKAGE.rglob("*.py")):
+        code.update(path.read_bytes())
+    names = ("jax", "flax", "optax", "jax-cuda13-pjrt")
+    return ",".join([code.hexdigest(), *map(importlib.metadata.version, names)])
+
+
+def _program(values: dict[str, Any]) -> Program:
+    def collective(fields: dict[str, Any]) -> Collective:
+        lists: dict[str, Any] = {name: tuple(fields[name]) for name in ("axes", "dtypes")}
+        return Collective(**(fields | lists))
+
+    collectives = [(collective(fields), flops) for fields, flops in values["collectives"]]
+    numbers: dict[str, Any] = {name: values[name] for name in _NUMBERS}
+    return Program(collectives=collectives, **numbers)
+
+
+def _answer(question: dict[str, Any]) -> dict[str, Any]:
+    """In the process that compiles."""
+    from switchjax.layout import Layout
+    from switchjax.plan.absent import compile_train_step
+    from switchjax.plan.collectives import KINDS
+    from switchjax.plan.hlo import in_scope
+    from switchjax.plan.schedule import overlaps
+
+    config = from_dict(question["config"])
+    values = question["shape"]
+    shape = MeshShape(**(values | {"exchange": Exchange(**values["exchange"])}))
+    hardware = hardware_from(question["hardware"])
+    began = time.perf_counter()
+    compiled = compile_train_step(config, shape, Layout.of(shape), hardware)
+    text, memory = compiled.as_text(), compiled.memory_analysis()
+    assert text is not None and memory is not None
+    found = overlaps(text, shape, KINDS)
+    arguments, temporaries = memory.argument_size_in_bytes, memory.temp_size_in_bytes
+    results = memory.output_size_in_bytes - memory.alias_size_in_bytes
+    usual = [o for o in found if not in_scope(o.collective.op_name, "fallback")]
+    return {
+        "device_bytes": arguments + temporaries + results,
+        "argument_bytes": arguments,
+        "temp_bytes": temporaries,
+        "collectives": [(asdict(o.collective), o.matmul_flops) for o in usual],
+        "seconds": time.perf_counter() - began,
+    }
+
+
+if __name__ == "__main__":
+    print(json.dumps(_answer(json.load(sys.stdin))))

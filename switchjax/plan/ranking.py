@@ -1,0 +1,124 @@
+"""Layouts in the order of their step time: by formula, and by the compiler where it was asked."""
+
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+
+from switchjax.plan.candidates import Candidate
+from switchjax.plan.compiling import Program
+from switchjax.plan.cost import MATMUL_SHARE, Cost, cost, model_flops, send_seconds
+from switchjax.plan.hardware import Hardware
+from switchjax.plan.memory import Memory, memory
+from switchjax.plan.sizes import Sizes
+from switchjax.plan.wire import Send, sends
+
+MEMORY_FRACTION = 0.92
+"""Of a device's memory, what XLA may take; the rest is the driver's and NCCL's."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Row:
+    """A layout and what it costs."""
+
+    candidate: Candidate
+    memory: Memory
+    """By formula, by class."""
+    device_bytes: float
+    """By formula, or by the compiler."""
+    sends: list[Send]
+    cost: Cost
+    fits: bool
+    tokens_per_second: float
+    """Of all devices: tokens of encoder and decoder rows, padding included."""
+    utilisation: float
+    """Model FLOPs over the peak of the devices for the time of a step."""
+    compiled: bool = False
+    failure: str | None = None
+    """What the compiler said, where it failed."""
+
+    @property
+    def sending_share(self) -> float:
+        return self.cost.exposed / self.cost.step
+
+
+def estimate(candidate: Candidate, hardware: Hardware) -> Row:
+    """By formula alone."""
+    sizes = Sizes(candidate.config, candidate.shape)
+    used, sent = memory(sizes), sends(sizes)
+    seconds = cost(sizes, used, sent, hardware)
+    return _row(sizes, hardware, used, used.total, sent, seconds)
+
+
+def _row(
+    sizes: Sizes,
+    hardware: Hardware,
+    used: Memory,
+    device_bytes: float,
+    sent: list[Send],
+    seconds: Cost,
+    *,
+    compiled: bool = False,
+) -> Row:
+    config, shape = sizes.config, sizes.shape
+    tokens = config.optim.accumulation * sum(stack.tokens for stack in sizes.stacks)
+    tokens *= shape.data * shape.expert
+    peak = hardware.peak[sizes.model.dtype]
+    return Row(
+        candidate=Candidate(config=config, shape=shape),
+        memory=used,
+        device_bytes=device_bytes,
+        sends=sent,
+        cost=seconds,
+        fits=device_bytes <= hardware.memory * MEMORY_FRACTION,
+        tokens_per_second=tokens / seconds.step,
+        utilisation=model_flops(sizes) / (peak * seconds.step),
+        compiled=compiled,
+    )
+
+
+def ranked(rows: Iterable[Row]) -> list[Row]:
+    """Those that fit by step time, then the others by how far they are from fitting."""
+    return sorted(
+        rows,
+        key=lambda row: (
+            row.failure is not None,
+            not row.fits,
+            row.cost.step if row.fits else row.device_bytes,
+        ),
+    )
+
+
+def best_of_each(rows: Iterable[Row]) -> list[Row]:
+    """Of the ways to run each mesh file (remat, accumulation), the first; `rows` are ranked."""
+    first: dict[object, Row] = {}
+    for row in rows:
+        first.setdefault(row.candidate.shape, row)
+    return list(first.values())
+
+
+def with_program(row: Row, program: Program, hardware: Hardware) -> Row:
+    """The row with the compiler's bytes, collectives and schedule in place of the formulas'."""
+    candidate = row.candidate
+    sizes = Sizes(candidate.config, candidate.shape)
+    sending, hidden, sent = {"inside": 0.0, "between": 0.0}, 0.0, []
+    rate = hardware.peak[sizes.model.dtype] * MATMUL_SHARE
+    for collective, flops in program.collectives:
+        runs = collective.runs or 1
+        wire_bytes = collective.wire_bytes * runs
+        where, seconds = send_seconds(
+            collective.kind, collective.axes, wire_bytes, runs, candidate.shape, hardware
+        )
+        sending[where] += seconds
+        hidden += min(seconds, runs * flops / rate)
+        sent.append(
+            Send(
+                purpose=collective.phase,
+                kind=collective.kind,
+                axes=collective.axes,
+                wire_bytes=wire_bytes,
+                runs=runs,
+            )
+        )
+    # What a product stands beside is no more than all products, however many collectives it is.
+    hidden = min(hidden, row.cost.compute)
+    seconds = replace(row.cost, sending=sending, hidden=hidden)
+    return _row(sizes, hardware, row.memory, program.device_bytes, sent, seconds, compiled=True)

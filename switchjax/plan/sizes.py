@@ -1,0 +1,138 @@
+"""What one device computes of a layout, by formula: what estimates of memory and time start from.
+
+One micro-batch, matrix products as they run. `memory`, `wire` and `cost` build on these.
+"""
+
+from dataclasses import dataclass
+from functools import cached_property
+
+import jax.numpy as jnp
+
+from switchjax.config import ModelConfig, RunConfig
+from switchjax.data.pipeline import row_lengths
+from switchjax.mesh import MeshShape
+from switchjax.moe.routing import capacity
+
+_RAGGED_BUFFER = (
+    2.0  # rows of a ragged buffer over its fair share, as the dispatcher has by default
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Stack:
+    """The encoder or the decoder on one device."""
+
+    name: str
+    length: int
+    """Tokens of a row."""
+    tokens: int
+    """Of this device's rows of a micro-batch."""
+    context: int
+    """Tokens of the encoder rows that it attends to; 0 without cross-attention."""
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """Of one device and one micro-batch."""
+
+    config: RunConfig
+    shape: MeshShape
+
+    @property
+    def model(self) -> ModelConfig:
+        return self.config.model
+
+    @cached_property
+    def rows(self) -> int:
+        """Batch rows of a micro-batch on this device."""
+        over = self.config.optim.accumulation * self.shape.data * self.shape.expert
+        return self.config.data.batch_size // over
+
+    @cached_property
+    def stacks(self) -> tuple[Stack, ...]:
+        lengths = row_lengths(self.config.data, self.model.architecture)
+        names = ("encoder", "decoder")[-len(lengths) :]
+        context = self.rows * lengths[0] if len(lengths) == 2 else 0
+        return tuple(
+            Stack(
+                name=name,
+                length=length,
+                tokens=self.rows * length,
+                context=context if name == "decoder" else 0,
+            )
+            for name, length in zip(names, lengths, strict=True)
+        )
+
+    @cached_property
+    def itemsize(self) -> int:
+        """Bytes of a number in compute."""
+        return jnp.dtype(self.model.dtype).itemsize
+
+    @property
+    def heads(self) -> int:
+        """Attention heads on this device, times their width."""
+        return self.model.num_heads // self.shape.model * self.model.d_kv
+
+    @property
+    def hidden(self) -> int:
+        """This device's slice of a dense layer's hidden dim."""
+        return self.model.d_ff // self.shape.model
+
+    @property
+    def folded(self) -> bool:
+        return self.shape.exchange.experts == "folded"
+
+    @property
+    def expert_hidden(self) -> int:
+        """This device's slice of an expert's hidden dim."""
+        return self.model.d_ff if self.folded else self.hidden
+
+    @property
+    def experts(self) -> int:
+        """Experts on this device."""
+        columns = self.shape.model if self.folded else 1
+        return self.model.num_experts // (self.shape.expert * columns)
+
+    @property
+    def matrices(self) -> int:
+        """Of a feed-forward layer: geglu has a gate."""
+        return 3 if self.model.activation == "geglu" else 2
+
+    @property
+    def switch_layers(self) -> int:
+        """Of one stack."""
+        return self.model.num_layers // self.model.moe_every if self.model.moe_every else 0
+
+    @property
+    def dense_layers(self) -> int:
+        """Of one stack."""
+        return self.model.num_layers - self.switch_layers
+
+    def expert_rows(self, stack: Stack) -> int:
+        """Rows that this device's experts compute in one Switch layer, empty slots included."""
+        columns = self.shape.model if self.folded else 1
+        if self.shape.exchange.dispatcher == "ragged":
+            return int(_RAGGED_BUFFER * stack.tokens * self.model.top_k / columns)
+        group = self.model.group_size or stack.length
+        slots = capacity(
+            group, self.model.num_experts, self.model.top_k, self.model.capacity_factor
+        )
+        return self.model.num_experts // columns * (stack.tokens // group) * slots
+
+    def forward_flops(self, stack: Stack, *, expert_rows: float) -> float:
+        """Of the layers of a stack, for one micro-batch on this device; 2 a multiply-add."""
+        D, t = self.model.d_model, stack.tokens
+        attention = 8 * t * D * self.heads + 4 * t * stack.length * self.heads
+        if stack.context:
+            projections = 4 * (t + stack.context) * D * self.heads
+            attention += projections + 4 * t * (stack.context // self.rows) * self.heads
+        dense = 2 * self.matrices * t * D * self.hidden
+        switch = 2 * t * D * self.model.num_experts
+        switch += 2 * self.matrices * expert_rows * D * self.expert_hidden
+        layers = self.model.num_layers
+        return layers * attention + self.dense_layers * dense + self.switch_layers * switch
+
+    def logits_flops(self) -> float:
+        """Of the product with the embedding."""
+        vocab = self.model.vocab_size // self.shape.model
+        return 2 * self.stacks[-1].tokens * self.model.d_model * vocab

@@ -300,10 +300,9 @@ def _reworded(answer: str, kind: type) -> str:
 
 def _options(kind: Any, prefix: str = "--") -> Iterator[str]:
     for field in fields(kind):
-        kind: Any
-        kind, *arguments = get_args(field.type) or (field.type,)
+        inner, *arguments = get_args(field.type) or (field.type,)
         if arguments == [tyro.conf.arg(name="")]:
-            yield from _options(kind)
+            yield from _options(inner)
         elif isinstance(field.type, type) and is_dataclass(field.type):
             yield from _options(field.type, f"{prefix}{field.name}.")
         else:

@@ -347,10 +347,15 @@ class PlanConfig:
     """Print the rows as JSON, and the table to stderr."""
     picture: str | None = None
     """PNG to draw: time by part of each layout."""
+    explain: bool = False
+    """With --mesh: what fills a device, and everything that is sent."""
+    loads: str | None = None
+    """Run whose measured loads say how many choices will drop."""
 
     def __post_init__(self) -> None:
         _require_positive("plan", self, "nodes", "show")
         _require(self.compile >= 0, f"plan.compile must be 0 or more, got {self.compile}")
+        _require(not self.explain or self.mesh is not None, "plan.explain needs plan.mesh")
         for name in ("devices_per_node", "seq"):
             if getattr(self, name) is not None:
                 _require_positive("plan", self, name)

@@ -39,6 +39,8 @@ class Program:
     temp_bytes: int
     collectives: list[tuple[Collective, int]]
     """Each with the FLOPs of the matrix products that run between its start and its done."""
+    largest: list[tuple[int, str, str]]
+    """Bytes, type and origin of the largest temporaries, each kind once."""
     seconds: float
     """That compiling took."""
 
@@ -146,7 +148,8 @@ def _program(values: dict[str, Any]) -> Program:
 
     collectives = [(collective(fields), flops) for fields, flops in values["collectives"]]
     numbers: dict[str, Any] = {name: values[name] for name in _NUMBERS}
-    return Program(collectives=collectives, **numbers)
+    largest = [(size, kind, origin) for size, kind, origin in values["largest"]]
+    return Program(collectives=collectives, largest=largest, **numbers)
 
 
 def _answer(question: dict[str, Any]) -> dict[str, Any]:
@@ -173,10 +176,31 @@ def _answer(question: dict[str, Any]) -> dict[str, Any]:
         "device_bytes": arguments + temporaries + results,
         "argument_bytes": arguments,
         "temp_bytes": temporaries,
+        "largest": _largest(text),
         "collectives": [(asdict(o.collective), o.matmul_flops) for o in usual],
         "seconds": time.perf_counter() - began,
     }
 
+
+def _largest(text: str, count: int = 12) -> list[tuple[int, str, str]]:
+    """The largest arrays that the program makes, not those that it is given."""
+    from switchjax.plan.hlo import array_types, parse, visits
+
+    program = parse(text)
+    found: dict[str, tuple[int, str, str]] = {}
+    for visit in visits(program):
+        instruction = visit.instruction
+        if instruction.opcode in _MAKE_NOTHING or instruction.type.startswith("("):
+            continue
+        for array in array_types(instruction.type):
+            kind = f"{array.dtype}[{','.join(map(str, array.shape))}]"
+            origin = program.source(instruction) or instruction.op_name
+            if kind not in found or not found[kind][2]:
+                found[kind] = array.bytes, kind, origin
+    return sorted(found.values(), reverse=True)[:count]
+
+
+_MAKE_NOTHING = ("parameter", "get-tuple-element", "tuple", "bitcast", "constant")
 
 if __name__ == "__main__":
     print(json.dumps(_answer(json.load(sys.stdin))))

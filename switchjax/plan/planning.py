@@ -12,11 +12,13 @@ from rich.progress import Progress
 from switchjax.config import PlanConfig, RunConfig
 from switchjax.errors import UserError
 from switchjax.mesh import read_mesh
-from switchjax.plan import report
+from switchjax.plan import explain, report
 from switchjax.plan.candidates import Candidate, candidates, check
-from switchjax.plan.compiling import Failure, compile_all, has_compiler
+from switchjax.plan.compiling import Answer, Failure, Program, compile_all, has_compiler
+from switchjax.plan.drops import expected_drops, measured_loads
 from switchjax.plan.hardware import Hardware, read_hardware
 from switchjax.plan.ranking import Row, best_of_each, estimate, ranked, with_program
+from switchjax.plan.sizes import Sizes
 
 _UNITS = {"K": 2**10, "M": 2**20}
 
@@ -33,18 +35,25 @@ def plan(config: RunConfig, options: PlanConfig, console: Console | None = None)
     config = _with_batch(config, options)
     hardware = _hardware(options)
     asked = _candidates(config, options, hardware)
+    loads = None if options.loads is None else measured_loads(options.loads)
     rows = best_of_each(ranked(estimate(candidate, hardware) for candidate in asked))
-    _require_fit(rows, hardware)
-    shown = _compiled(rows[: options.compile], hardware, console)
-    shown = ranked([*shown, *rows[options.compile : options.show]])
+    if options.mesh is None:
+        _require_fit(rows, hardware)
+    answers = _answers(rows[: options.compile], hardware, console)
+    first = [_with_answer(row, answer, hardware) for row, answer in answers]
+    shown = ranked([*first, *rows[options.compile : options.show]])
+    drops = None
+    if loads is not None:
+        drops = [expected_drops(loads, Sizes(r.candidate.config, r.candidate.shape)) for r in shown]
     if options.json:
         print(json.dumps([report.as_json(row) for row in shown], indent=1))
-    console.print(report.table(shown, hardware))
-    _say(console, report.why(shown))
-    if len(asked) > 1:
-        first = rows[0]
+    console.print(report.table(shown, hardware, drops))
+    if options.mesh is not None:
+        _explain(shown[0], answers, hardware, console, in_full=options.explain)
+    else:
+        _say(console, report.why(shown))
         kept = [row.candidate for row in rows[:40]]
-        _say(console, report.what_if(partial(_first, kept), hardware, first))
+        _say(console, report.what_if(partial(_first, kept), hardware, rows[0]))
     _finish(shown[0], options, console)
     if options.picture is not None:
         report.draw(shown, Path(options.picture))
@@ -104,36 +113,27 @@ def _require_fit(rows: list[Row], hardware: Hardware) -> None:
     best = rows[0]
     if best.fits:
         return
-    parts = vars(best.memory)
-    largest = max(parts, key=parts.__getitem__)
-    helps = {
-        "parameters": "more devices, or fewer or narrower experts",
-        "optimizer": "another optimizer (adafactor keeps least), or more devices",
-        "gradients": "more devices, or fewer or narrower experts",
-        "activations": "--model.remat True, more accumulation or shorter rows",
-        "buffers": "more accumulation or shorter rows",
-    }
-    raise UserError(
-        f"fits nowhere: the smallest, {best.candidate.name}, needs "
-        f"{best.device_bytes / 1e9:.1f} GB of a device's {hardware.memory / 1e9:.1f} GB; "
-        f"most are its {largest} ({parts[largest] / 1e9:.1f} GB): {helps[largest]} would help"
-    )
+    said = explain.out_of_memory(best, None, hardware)
+    raise UserError(f"no layout fits; the smallest, {said}")
 
 
-def _compiled(rows: list[Row], hardware: Hardware, console: Console) -> list[Row]:
-    """The rows by the compiler, where there is one for this hardware."""
+def _answers(
+    rows: list[Row], hardware: Hardware, console: Console
+) -> list[tuple[Row, Answer | None]]:
+    """Each row with what the compiler says; None where there is no compiler for the hardware."""
+    none: list[tuple[Row, Answer | None]] = [(row, None) for row in rows]
     if not rows:
-        return []
+        return none
     if hardware.kind != "gpu":
         _say(console, f"{hardware.name} is not compiled for: all numbers are by formula")
-        return rows
+        return none
     if not has_compiler():
         _say(
             console,
             "all numbers are by formula: pip install 'switchjax[plan]' to compile the first "
             f"{len(rows)} for the real GPU",
         )
-        return rows
+        return none
     with Progress(console=console, transient=True) as progress:
         task = progress.add_task("compiling", total=len(rows))
         answers = compile_all(
@@ -141,12 +141,36 @@ def _compiled(rows: list[Row], hardware: Hardware, console: Console) -> list[Row
             hardware,
             on_done=lambda: progress.advance(task),
         )
-    return [
-        replace(row, failure=answer.message, fits=False)
-        if isinstance(answer, Failure)
-        else with_program(row, answer, hardware)
-        for row, answer in zip(rows, answers, strict=True)
-    ]
+    return list(zip(rows, answers, strict=True))
+
+
+def _with_answer(row: Row, answer: Answer | None, hardware: Hardware) -> Row:
+    if answer is None:
+        return row
+    if isinstance(answer, Failure):
+        return replace(row, failure=answer.message, fits=False)
+    return with_program(row, answer, hardware)
+
+
+def _explain(
+    row: Row,
+    answers: list[tuple[Row, Answer | None]],
+    hardware: Hardware,
+    console: Console,
+    *,
+    in_full: bool,
+) -> None:
+    """Of the one layout asked for."""
+    answer = answers[0][1] if answers else None
+    program = answer if isinstance(answer, Program) else None
+    if in_full:
+        console.print(explain.memory_table(row, program, hardware))
+        if program is not None:
+            console.print(explain.collective_table(row.candidate, program, hardware))
+            for size, kind, origin in program.largest:
+                _say(console, f"{size / 1e6:10,.0f} MB  {kind:40} {origin}")
+    if not row.fits and row.failure is None:
+        raise UserError(explain.out_of_memory(row, program, hardware))
 
 
 def _finish(first: Row, options: PlanConfig, console: Console) -> None:

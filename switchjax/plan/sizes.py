@@ -108,16 +108,22 @@ class Sizes:
         """Of one stack."""
         return self.model.num_layers - self.switch_layers
 
+    def group(self, stack: Stack) -> int:
+        """Tokens that compete for the same slots."""
+        return self.model.group_size or stack.length
+
+    def slots(self, stack: Stack) -> int:
+        """Of one expert in one group."""
+        model = self.model
+        return capacity(self.group(stack), model.num_experts, model.top_k, model.capacity_factor)
+
     def expert_rows(self, stack: Stack) -> int:
         """Rows that this device's experts compute in one Switch layer, empty slots included."""
         columns = self.shape.model if self.folded else 1
         if self.shape.exchange.dispatcher == "ragged":
             return int(_RAGGED_BUFFER * stack.tokens * self.model.top_k / columns)
-        group = self.model.group_size or stack.length
-        slots = capacity(
-            group, self.model.num_experts, self.model.top_k, self.model.capacity_factor
-        )
-        return self.model.num_experts // columns * (stack.tokens // group) * slots
+        groups = stack.tokens // self.group(stack)
+        return self.model.num_experts // columns * groups * self.slots(stack)
 
     def forward_flops(self, stack: Stack, *, expert_rows: float) -> float:
         """Of the layers of a stack, for one micro-batch on this device; 2 a multiply-add."""

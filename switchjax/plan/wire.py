@@ -90,8 +90,8 @@ def _exchanges(sizes: Sizes) -> Iterator[Send]:
 
 
 def _exchange(sizes: Sizes, stack: Stack) -> float:
-    group = sizes.model.group_size or stack.length
-    return exchange_bytes(sizes.model, sizes.shape, tokens=stack.tokens, group_size=group)
+    group_size = sizes.group(stack)
+    return exchange_bytes(sizes.model, sizes.shape, tokens=stack.tokens, group_size=group_size)
 
 
 def _gradients(sizes: Sizes) -> Iterator[Send]:

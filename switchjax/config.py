@@ -326,8 +326,8 @@ class PlanConfig:
 
     hardware: str = "h200"
     """Name of an accelerator, or path of a file of its facts."""
-    nodes: int = 1
-    """Nodes full of devices."""
+    nodes: int | None = None
+    """Nodes full of devices; None = one, or as many as the mesh takes."""
     devices_per_node: int | None = None
     """Devices that share a node's links; None = as the hardware has them."""
     batch_tokens: str | None = None
@@ -353,10 +353,10 @@ class PlanConfig:
     """Run whose measured loads say how many choices will drop."""
 
     def __post_init__(self) -> None:
-        _require_positive("plan", self, "nodes", "show")
+        _require_positive("plan", self, "show")
         _require(self.compile >= 0, f"plan.compile must be 0 or more, got {self.compile}")
         _require(not self.explain or self.mesh is not None, "plan.explain needs plan.mesh")
-        for name in ("devices_per_node", "seq"):
+        for name in ("nodes", "devices_per_node", "seq"):
             if getattr(self, name) is not None:
                 _require_positive("plan", self, name)
 

@@ -23,9 +23,14 @@ from switchjax.plan.hardware import Hardware, whole_nodes
 from switchjax.state import abstract_state
 from switchjax.step import train_step
 
-# XLA chooses the tiles of its own matmul kernels by trying them on the GPU, and without one its
-# guess does not compile for some shapes. cuBLAS takes any shape.
-_WITHOUT_A_GPU: dict[str, str | bool] = {"xla_gpu_enable_triton_gemm": False}
+_WITHOUT_A_GPU: dict[str, str | bool] = {
+    # XLA chooses the tiles of its own matmul kernels by trying them on the GPU, and without one its
+    # guess does not compile for some shapes. cuBLAS takes any shape.
+    "xla_gpu_enable_triton_gemm": False,
+    # Nobody runs the kernels. What is allocated, sent and scheduled is decided before them.
+    "xla_backend_optimization_level": "0",
+    "xla_gpu_disable_gpuasm_optimizations": True,
+}
 
 
 def absent_mesh(hardware: Hardware, shape: MeshShape) -> jax.sharding.Mesh:

@@ -16,7 +16,7 @@ from switchjax.plan import explain, report
 from switchjax.plan.candidates import Candidate, candidates, check
 from switchjax.plan.compiling import Answer, Failure, Program, compile_all, has_compiler
 from switchjax.plan.drops import expected_drops, measured_loads
-from switchjax.plan.hardware import Hardware, read_hardware
+from switchjax.plan.hardware import Hardware, read_hardware, whole_nodes
 from switchjax.plan.ranking import Row, best_of_each, estimate, ranked, with_program
 from switchjax.plan.sizes import Sizes
 
@@ -97,9 +97,15 @@ def _hardware(options: PlanConfig) -> Hardware:
 
 def _candidates(config: RunConfig, options: PlanConfig, hardware: Hardware) -> list[Candidate]:
     if options.mesh is None:
-        devices = options.nodes * hardware.devices_per_node
+        devices = (options.nodes or 1) * hardware.devices_per_node
         return candidates(config, devices, hardware)
     shape = read_mesh(options.mesh, config.dispatcher)
+    nodes, _ = whole_nodes(hardware, shape)
+    if options.nodes not in (None, nodes):
+        raise UserError(
+            f"plan.nodes {options.nodes} of {hardware.devices_per_node} devices do not make the "
+            f"{shape.num_devices} devices of mesh {shape.name}"
+        )
     check(config, shape)
     return [Candidate(config=config, shape=shape)]
 

@@ -123,6 +123,9 @@ def _period(sizes: Sizes, stack: Stack) -> float:
         rows = sizes.expert_rows(stack)
         total += rows * sizes.expert_hidden * (c * (sizes.matrices - 1 + dropped) + 1)
         total += rows * D * c + t * D * 4 + 3 * t * model.num_experts * 4
+        exchange = sizes.shape.exchange
+        if exchange.dispatcher == "all_gather" and exchange.buffer is None:
+            total += 2 * t * sizes.shape.expert * D * c  # every peer's tokens, and results for them
     return total
 
 

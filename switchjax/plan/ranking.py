@@ -3,7 +3,8 @@
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
-from switchjax.plan.candidates import Candidate
+from switchjax.config import RunConfig
+from switchjax.plan.candidates import Candidate, candidates
 from switchjax.plan.compiling import Program
 from switchjax.plan.cost import MATMUL_SHARE, Cost, cost, model_flops, send_seconds
 from switchjax.plan.hardware import Hardware
@@ -85,6 +86,16 @@ def ranked(rows: Iterable[Row]) -> list[Row]:
             row.cost.step if row.fits else row.device_bytes,
         ),
     )
+
+
+def layouts_by_formula(config: RunConfig, num_devices: int, hardware: Hardware) -> list[Row]:
+    """The best way to run each mesh that divides, in order.
+
+    Raises:
+        UserError: none divides.
+    """
+    found = candidates(config, num_devices, hardware)
+    return best_of_each(ranked(estimate(candidate, hardware) for candidate in found))
 
 
 def best_of_each(rows: Iterable[Row]) -> list[Row]:

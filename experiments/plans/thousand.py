@@ -1,0 +1,55 @@
+"""Switch-C (1.57 T parameters) and Switch-XXL on 1,024 H200: the documents' layout and the best.
+
+Claim: the train step of either compiles on a laptop for 1,024 GPUs, and says which layout fits.
+Command: python experiments/plans/thousand.py
+"""
+
+from dataclasses import replace
+
+from rich.console import Console
+from rich.progress import Progress
+from rich.table import Table
+
+from switchjax.mesh import read_mesh
+from switchjax.plan.candidates import Candidate
+from switchjax.plan.compiling import Program, compile_all
+from switchjax.plan.hardware import read_hardware
+from switchjax.plan.ranking import estimate, layouts_by_formula, with_program
+from switchjax.presets import PRESETS
+
+H200 = read_hardware("h200")
+DOCUMENTS = "data=32,expert=8,model=4"
+
+if __name__ == "__main__":
+    asked = []
+    for name in ("switch-c", "switch-xxl"):
+        preset = PRESETS[name]
+        config = replace(
+            preset,
+            model=replace(preset.model, dtype="bfloat16", remat=True),
+            data=replace(preset.data, batch_size=4096),
+        )
+        asked.append((name, Candidate(config=config, shape=read_mesh(DOCUMENTS))))
+        asked.append((name, layouts_by_formula(config, 1024, H200)[0].candidate))
+    with Progress(transient=True) as progress:
+        task = progress.add_task("compiling", total=len(asked))
+        candidates = [candidate for _, candidate in asked]
+        answers = compile_all(candidates, H200, on_done=lambda: progress.advance(task))
+    columns = ("model", "layout", "GB", "fits", "state GB", "step ms", "MFU", "compile s")
+    table = Table(*columns, title="1,024 H200")
+    for (name, candidate), answer in zip(asked, answers, strict=True):
+        if not isinstance(answer, Program):
+            table.add_row(name, candidate.name, answer.message)
+            continue
+        row = with_program(estimate(candidate, H200), answer, H200)
+        table.add_row(
+            name,
+            candidate.name,
+            f"{row.device_bytes / 1e9:.1f}",
+            "yes" if row.fits else "no",
+            f"{answer.argument_bytes / 1e9:.1f}",
+            f"{row.cost.step * 1e3:.0f}",
+            f"{row.utilisation:.0%}",
+            f"{answer.seconds:.0f}",
+        )
+    Console(width=140).print(table)

@@ -141,7 +141,8 @@ def _plan(words: Sequence[str]) -> int:
 
     from switchjax.plan.planning import plan
 
-    plan(replace(start, model=flags.model, data=flags.data, optim=flags.optim), flags.plan)
+    config = replace(start, model=flags.model, data=flags.data, optim=flags.optim)
+    plan(config, flags.plan, command=" ".join(["switchjax plan", *words]))
     return 0
 
 

@@ -17,7 +17,7 @@ import pytest
 from switchjax.cli import main
 from switchjax.config import read_config
 from switchjax.data.tokenizer import load_tokenizer
-from switchjax.mesh import mesh_names
+from switchjax.mesh import mesh_names, read_mesh
 from switchjax.presets import PRESETS
 
 # Compiles in seconds; eight devices divide it along every axis.
@@ -268,6 +268,14 @@ def test_a_run_goes_on_only_as_itself(refused, finished, words, answer):
         ("eval {finished} --step 0", "eval.step must be positive, got 0"),
         ("eval {finished} --mesh data=3", "data * expert = 3 must divide "),
         ("eval {finished} --stpe 3", "unknown option --stpe; did you mean --step?"),
+        ("plan --hardware h20", "no hardware 'h20'; did you mean h200? there are a100, "),
+        ("plan --nodes 0", "plan.nodes must be positive, got 0"),
+        ("plan --mesh expert=16", "expert = 16 must divide model.num_experts = 8"),
+        ("plan --batch-tokens 1G", "plan.batch_tokens must be such as 65536, 512K or 1M, got '1G'"),
+        (
+            "plan --model.num-expert 4",
+            "unknown option --model.num-expert; did you mean --model.num",
+        ),
         ("upcycle {finished}", "--out is missing"),
         ("upcycle {finished} {folder}", "{folder} exists and is no empty directory"),
         ("upcycle {finished} {folder}/x --moe-every 2", "num_layers 1 must be a multiple of "),
@@ -304,6 +312,7 @@ def test_too_many_devices_are_asked_for_elsewhere(folder, monkeypatch):  # case 
         ("train --preset switch-c --help", "(default: 2048)"),
         ("eval --help", "--batches"),
         ("upcycle --help", "--output-scale"),
+        ("plan --help", "--batch-tokens"),
         ("tokenizer train --help", "--vocab-size"),
         ("tokenizer --help", "tokenizer train"),
         ("train --model.num-expert 4", "did you mean --model.num-experts?"),
@@ -418,6 +427,20 @@ def test_own_tokenizer_and_mesh_file(call, folder):
     assert (status, errors) == (0, "")
     assert "mesh good (data=2,expert=1,model=4) on cpu" in said
     assert len((out / "metrics.jsonl").read_text().splitlines()) == 2
+
+
+def test_a_plan(call, folder):
+    path = folder / "planned.toml"
+    words = ("--preset", "switch-base-8", "--nodes", 2, "--compile", 0, "--write", path)
+    status, said, errors = call("plan", *words)
+    assert (status, errors) == (0, "")
+    assert "16 x NVIDIA H200" in said and "MFU" in said
+    assert f"switchjax train --mesh {path} --model.remat " in said
+    shape = read_mesh(str(path))
+    assert shape.num_devices == 16
+    assert path.read_text().startswith("# Written by switchjax plan --preset switch-base-8 ")
+    first = next(line for line in said.splitlines() if line.startswith("│ 1 "))
+    assert f"{shape}" in first
 
 
 def test_a_dense_run_becomes_a_sparse_one(call, finished, folder):  # case 65

@@ -37,15 +37,13 @@ H200 = read_hardware("h200")
 def candidate(mesh: str, experts: int, length: int) -> Candidate:
     """Micro-batches of 32 K tokens a device."""
     shape, rows = read_mesh(mesh), TOKENS // length
+    tokens = TOKENS // (shape.data * shape.expert)
     config = RunConfig(
         model=replace(MODEL, num_experts=experts),
         data=DataConfig(batch_size=rows, sequence_length=length),
+        optim=OptimConfig(accumulation=max(1, tokens // 32768)),
     )
-    micros = max(1, rows * length // (shape.data * shape.expert * 16384))
-    micros = min(micros, rows // (shape.data * shape.expert))
-    return Candidate(
-        config=replace(config, optim=replace(config.optim, accumulation=micros)), shape=shape
-    )
+    return Candidate(config=config, shape=shape)
 
 
 if __name__ == "__main__":

@@ -109,7 +109,7 @@ def _period(sizes: Sizes, stack: Stack) -> float:
     t, D, every = stack.tokens, model.d_model, max(model.moe_every, 1)
     norms = 3 if stack.context else 2
     dropped = 1 if model.dropout else 0  # a mask is a byte
-    a_layer = norms * t * D * 3.5 * 4  # norms work in float32
+    a_layer = norms * t * D * (2.5 + dropped) * 4  # norms work in float32
     a_layer += 1.5 * t * D * c + norms * dropped * t * D
     scores = stack.tokens // stack.length * (model.num_heads // sizes.shape.model) * stack.length
     a_layer += scores * stack.length * (4 + c) + 4 * t * sizes.heads * c

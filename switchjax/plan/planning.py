@@ -23,8 +23,17 @@ from switchjax.plan.sizes import Sizes
 _UNITS = {"K": 2**10, "M": 2**20}
 
 
-def plan(config: RunConfig, options: PlanConfig, console: Console | None = None) -> list[Row]:
+def plan(
+    config: RunConfig,
+    options: PlanConfig,
+    *,
+    command: str = "switchjax plan",
+    console: Console | None = None,
+) -> list[Row]:
     """Ranks layouts of the config, and says what was found.
+
+    Args:
+        command: what was typed, for the written mesh file.
 
     Raises:
         UserError: unknown hardware, a layout that cannot exist, a model that fits nowhere.
@@ -54,7 +63,7 @@ def plan(config: RunConfig, options: PlanConfig, console: Console | None = None)
         _say(console, report.why(shown))
         kept = [row.candidate for row in rows[:40]]
         _say(console, report.what_if(partial(_first, kept), hardware, rows[0]))
-    _finish(shown[0], options, console)
+    _finish(shown[0], options, command, console)
     if options.picture is not None:
         report.draw(shown, Path(options.picture))
     return shown
@@ -179,14 +188,13 @@ def _explain(
         raise UserError(explain.out_of_memory(row, program, hardware))
 
 
-def _finish(first: Row, options: PlanConfig, console: Console) -> None:
+def _finish(first: Row, options: PlanConfig, command: str, console: Console) -> None:
     """How to run the first, and its mesh file if asked for."""
     mesh = f"{first.candidate.shape}"
     if options.write is not None:
         path = Path(options.write)
-        said = f"Written by switchjax {' '.join(sys.argv[1:])}"
         try:
-            path.write_text(report.mesh_file(first.candidate.shape, said))
+            path.write_text(report.mesh_file(first.candidate.shape, f"Written by {command}"))
         except OSError as error:
             raise UserError(f"cannot write {path}: {error.strerror}") from None
         _say(console, f"{path} written")

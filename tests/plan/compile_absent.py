@@ -13,7 +13,7 @@ import jax
 from switchjax.config import DataConfig, ModelConfig, OptimConfig, RunConfig
 from switchjax.layout import Layout
 from switchjax.mesh import read_mesh
-from switchjax.plan.absent import compile_train_step
+from switchjax.plan.absent import absent_mesh, compile_train_step
 from switchjax.plan.collectives import collectives
 from switchjax.plan.hardware import read_hardware
 from switchjax.plan.hlo import in_scope, parse, visits
@@ -70,6 +70,9 @@ MESHES = {
 CONFIGS = {"small": SMALL, "large": LARGE, "both": BOTH}
 
 
+H200 = read_hardware("h200")
+
+
 def program_flops(text: str) -> int:
     """Of all matrix products of one run of the program."""
     return sum(
@@ -82,13 +85,14 @@ def report(config: RunConfig, mesh: str) -> dict:
     """The exchanges of a compiled step, with what they overlap."""
     shape = read_mesh(mesh)
     start = time.perf_counter()
-    compiled = compile_train_step(config, shape, Layout.of(shape), read_hardware("h200"))
+    compiled = compile_train_step(config, shape, Layout.of(shape), H200)
     text, memory = compiled.as_text(), compiled.memory_analysis()
     found = overlaps(text, shape, ("all-to-all", "ragged-all-to-all", "all-gather"))
     exchanges = [o for o in found if not in_scope(o.collective.op_name, "fallback")]
     arguments = memory.argument_size_in_bytes
     results = memory.output_size_in_bytes - memory.alias_size_in_bytes
     return {
+        "nodes": [device.process_index for device in absent_mesh(H200, shape).devices.flat],
         "seconds": time.perf_counter() - start,
         "argument_bytes": arguments,
         "device_bytes": arguments + memory.temp_size_in_bytes + results,

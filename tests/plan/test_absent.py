@@ -10,6 +10,8 @@ from functools import cache
 from pathlib import Path
 
 import builders
+import compile_absent
+import numpy as np
 import pytest
 from compile_absent import CONFIGS, LARGE, SMALL
 from jax.experimental import topologies
@@ -56,7 +58,7 @@ def tokens_of_a_device(size: str, mesh: str) -> int:
 
 
 @linux
-@pytest.mark.parametrize("size", CONFIGS)
+@pytest.mark.parametrize("size", ["small", "large"])
 def test_all_to_all_sends_what_must_move_and_no_more(size):
     """Four exchanges a Switch layer over the eight GPUs of a host, at a capacity factor of 1."""
     mesh = "data2_expert8"
@@ -137,3 +139,16 @@ def test_sizes_that_do_not_fit_are_named():
     config = replace(LARGE, data=replace(LARGE.data, batch_size=8))
     with pytest.raises(UserError, match=r"data \* expert = 16 must divide rows"):
         compile_train_step(config, read_mesh("data2_expert8"), Layout(), read_hardware("h200"))
+
+
+@linux
+def test_model_is_inside_a_node_and_data_across():
+    """Sixteen GPUs in two nodes: `model` varies fastest, `data` slowest."""
+    for size in compile_absent.MESHES:
+        for mesh in compile_absent.MESHES[size]:
+            shape = read_mesh(mesh)
+            nodes = np.reshape(reports(size)[mesh]["nodes"], shape.sizes)
+            assert (nodes.reshape(-1) == [0] * 8 + [1] * 8).all()
+            assert (nodes == nodes[:, :, :1]).all()  # along `model`
+            first = shape.data // 2
+            assert (nodes[:first] == 0).all() and (nodes[first:] == 1).all()

@@ -56,6 +56,9 @@ class ModelConfig:
     """Layers of the encoder and of the decoder each."""
     activation: Literal["relu", "geglu"] = "relu"
     """Of feed-forward layers and experts; geglu has a third matrix as gate."""
+    tied_embeddings: bool = True
+    """One table for tokens and, times d_model^-0.5, for logits; off, logits have a table of their
+    own, not scaled (T5 v1.1)."""
     moe_every: int = 2
     """Every n-th feed-forward layer is a Switch layer; 0 = none."""
     num_experts: int = 8
@@ -75,6 +78,12 @@ class ModelConfig:
     """The same at evaluation; None = as many slots as tokens, so that nothing drops. Under expert
     choice None is the factor of training, since slots for all would give every expert all tokens:
     another function."""
+    expert_capacity: int | None = None
+    """Slots of an expert in a group, in training and at evaluation alike, in place of both
+    factors; None = by the factors."""
+    padding_is_routed: bool = False
+    """As transformers has it: padding asks for experts and takes their slots, and attends to the
+    real tokens of its row. It enters no loss and no metric all the same."""
     group_size: int | None = None
     """Tokens that compete for the same slots, padding places included; None = one row."""
     jitter: float = 1e-2
@@ -102,8 +111,19 @@ class ModelConfig:
             _require_fraction("model", self, "expert_dropout")
         if self.eval_capacity_factor is not None:
             _require_positive("model", self, "eval_capacity_factor")
-        if self.group_size is not None:
-            _require_positive("model", self, "group_size")
+        for name in ("group_size", "expert_capacity"):
+            if getattr(self, name) is not None:
+                _require_positive("model", self, name)
+        _require(
+            self.expert_capacity is None or self.eval_capacity_factor is None,
+            f"model.expert_capacity {self.expert_capacity} holds at evaluation too: leave out "
+            f"model.eval_capacity_factor {self.eval_capacity_factor}",
+        )
+        _require(
+            not self.padding_is_routed or self.encoder_router == "top_k",
+            "model.padding_is_routed is for tokens that choose their experts: leave it out with "
+            f"model.encoder_router {self.encoder_router}",
+        )
         _require(self.moe_every >= 0, f"model.moe_every must be 0 or more, got {self.moe_every}")
         _require(
             self.num_layers % max(self.moe_every, 1) == 0,

@@ -108,6 +108,8 @@ def _train(words: Sequence[str], experiment: RunConfig | None = None) -> int:
         out = _value("--out", words) or start.out
         # The run may have been moved, and to a machine with other devices.
         start = replace(read_config(out), out=out, devices=None)
+    elif (source := _value("--init-from", words)) is not None:
+        start = _from_weights(start, source)
     if experiment is not None:
         config = _parse(RunConfig, words, Path(sys.argv[0]).name, start)
     else:
@@ -118,6 +120,15 @@ def _train(words: Sequence[str], experiment: RunConfig | None = None) -> int:
 
     result = train(config)
     return 0 if result.signal is None else 128 + result.signal
+
+
+def _from_weights(start: RunConfig, source: str) -> RunConfig:
+    """The config with the model and tokenizer of a run or weights directory."""
+    from switchjax.weights import config_of
+
+    theirs = config_of(source)
+    tokenizer = theirs.data.tokenizer
+    return replace(start, model=theirs.model, data=replace(start.data, tokenizer=tokenizer))
 
 
 def _eval(words: Sequence[str]) -> int:

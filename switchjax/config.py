@@ -240,6 +240,10 @@ class RunConfig:
     """Directory of the run: checkpoints, metrics, pictures."""
     resume: bool = False
     """Continue from the newest checkpoint in `out`."""
+    init_from: str | None = None
+    """Run or directory of converted weights whose model is the first step's. Steps, learning-rate
+    schedule, optimizer state and data begin anew. On the command line its model and tokenizer are
+    also where the options of `model` and `data.tokenizer` start from."""
     eval_every: int = 50
     """Steps between evaluations on the held-out examples; one more follows the last step."""
     eval_batches: int = 8
@@ -293,9 +297,9 @@ def config_file(out: str | Path) -> Path:
     return Path(out) / "config.json"
 
 
-def write_config(config: RunConfig) -> None:
-    """Leaves the config in the run's directory."""
-    config_file(config.out).write_text(json.dumps(to_dict(config), indent=1))
+def write_config(config: RunConfig, out: str | Path) -> None:
+    """Leaves the config in a run's directory."""
+    config_file(out).write_text(json.dumps(to_dict(config), indent=1))
 
 
 def read_config(out: str | Path) -> RunConfig:

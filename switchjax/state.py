@@ -31,7 +31,11 @@ def keys(config: RunConfig) -> tuple[Array, Array]:
 
 def init_state(config: RunConfig, layout: Layout) -> TrainState:
     """The state before the first step, on the mesh in use; bitwise the same on any mesh."""
-    model = SwitchTransformer(keys(config)[0], config.model, layout)
+    return first_state(config, SwitchTransformer(keys(config)[0], config.model, layout))
+
+
+def first_state(config: RunConfig, model: SwitchTransformer) -> TrainState:
+    """The state before the first step of a run that starts from this model."""
     parameters: Any = model  # optax takes any pytree and names a few kinds
     opt_state = make_optimizer(config.optim).init(parameters)
     return TrainState(jnp.int32(0), model, opt_state, init_router_bias(config))

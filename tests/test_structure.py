@@ -22,7 +22,7 @@ ROWS = (
     ("moe.layer",),
     ("model",),
     ("data", "expert_load", "loss", "metrics", "optim", "runlog"),
-    ("checkpoint", "saved_steps", "state"),
+    ("checkpoint", "saved_steps", "state", "weights"),
     ("setup", "step"),
     ("evaluate",),
     ("train",),
@@ -40,6 +40,7 @@ NEIGHBOURS = {
     "data": {"data"},
     "runlog": {"expert_load"},
     "checkpoint": {"saved_steps"},
+    "weights": {"saved_steps"},
     "plan": {"plan"},
 }
 

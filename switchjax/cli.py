@@ -1,4 +1,4 @@
-"""The command line: `switchjax train | eval | tokenizer train`. The only argument parsing.
+"""The command line: `switchjax train | eval | tokenizer train | convert`. The only argument parsing.
 
 Types and help come from the config dataclasses, through tyro. JAX is imported only once a command
 runs, so that `--help` and mistakes are answered at once.
@@ -22,6 +22,7 @@ import tyro
 
 from switchjax.config import EvalConfig, RunConfig, TokenizerConfig, read_config
 from switchjax.errors import NonFiniteError, UserError, unknown
+from switchjax.interop.options import FromHuggingFace, ToHuggingFace
 from switchjax.presets import PRESETS
 
 _USAGE = """\
@@ -30,6 +31,8 @@ usage: switchjax COMMAND [OPTIONS]
   train             train a model
   eval RUN          evaluate a run's checkpoint on its held-out text
   tokenizer train   make a SentencePiece tokenizer from text
+  convert hf-to-switchjax DIR OUT   take over the weights of a Hugging Face model
+  convert switchjax-to-hf DIR OUT   give a model's weights to Hugging Face's transformers
 
 switchjax COMMAND --help lists the options of a command.
 """
@@ -86,14 +89,20 @@ def _has_nvidia_driver() -> bool:
 
 
 def _command(words: Sequence[str]) -> int:
-    commands = {("train",): _train, ("eval",): _eval, ("tokenizer", "train"): _tokenizer}
+    commands = {
+        ("train",): _train,
+        ("eval",): _eval,
+        ("tokenizer", "train"): _tokenizer,
+        ("convert", "hf-to-switchjax"): _from_hugging_face,
+        ("convert", "switchjax-to-hf"): _to_hugging_face,
+    }
     for name, command in commands.items():
         if tuple(words[: len(name)]) == name:
             return command(words[len(name) :])
     if not words or _HELP & set(words):
         print(_USAGE, end="")
         return 0 if words else 2
-    typed = " ".join(words[: 2 if words[0] == "tokenizer" else 1])
+    typed = " ".join(words[: 2 if words[0] in ("tokenizer", "convert") else 1])
     raise unknown("command", typed, [" ".join(name) for name in commands])
 
 
@@ -158,6 +167,35 @@ def _tokenizer(words: Sequence[str]) -> int:
         f"--data.tokenizer {config.out} --model.vocab-size {-(-size // 128) * 128}"
     )
     return 0
+
+
+def _from_hugging_face(words: Sequence[str]) -> int:
+    program = "switchjax convert hf-to-switchjax"
+    options = _parse(FromHuggingFace, _named(words, "--directory", "--out"), program)
+
+    from switchjax.interop.convert import from_hugging_face
+
+    from_hugging_face(options)
+    return 0
+
+
+def _to_hugging_face(words: Sequence[str]) -> int:
+    program = "switchjax convert switchjax-to-hf"
+    options = _parse(ToHuggingFace, _named(words, "--directory", "--out"), program)
+
+    from switchjax.interop.convert import to_hugging_face
+
+    to_hugging_face(options)
+    return 0
+
+
+def _named(words: Sequence[str], *flags: str) -> list[str]:
+    """Leading words that are no options as the values of these."""
+    named = list(words)
+    for number, flag in enumerate(flags):
+        if named[2 * number : 2 * number + 1] and not named[2 * number].startswith("-"):
+            named.insert(2 * number, flag)
+    return named
 
 
 def _value(flag: str, words: Sequence[str]) -> str | None:

@@ -24,6 +24,11 @@ class Stored(NamedTuple):
     dtype: str
     shape: tuple[int, ...]
 
+    @property
+    def is_read(self) -> bool:
+        """Whether `Tensors.read` makes float32 of it."""
+        return self.dtype in _DTYPES.values()
+
 
 class Tensors:
     """The tensors of a directory.

@@ -66,6 +66,12 @@ def model_of(family: Family, theirs: dict[str, Any], *, hf_semantics: bool) -> M
         if theirs.get(name, value) != value:
             raise UserError(f"{name} is {theirs[name]!r}, and here it is always {value!r}")
     sizes = {name: _count(theirs, name) for name in _SAME_NAMES}
+    pad_id, start_id = theirs.get("pad_token_id", 0), theirs.get("decoder_start_token_id")
+    if start_id not in (None, pad_id):
+        raise UserError(
+            f"decoder_start_token_id is {start_id} and pad_token_id {pad_id}; here a decoder "
+            "starts with padding"
+        )
     layers = sizes["num_layers"]
     if (decoder_layers := theirs.get("num_decoder_layers") or layers) != layers:
         raise UserError(
@@ -220,9 +226,6 @@ def _require_known_to_them(config: RunConfig) -> None:
         > 0
         and model.encoder_router != "top_k",
         f"model.moe_every {model.moe_every}: theirs is 1 or 2": model.moe_every not in (0, 1, 2),
-        f"optim.bias_rate {config.optim.bias_rate}: their routers have no bias on the choice": (
-            model.moe_every > 0 and config.optim.bias_rate > 0
-        ),
         f"model.group_size {model.group_size}: their slots are those of one row": (
             model.moe_every > 0 and model.group_size not in (None, config.data.sequence_length)
         ),

@@ -22,12 +22,13 @@ class Embedding(nnx.Module):
     def __init__(self, key: Array, config: ModelConfig, layout: Layout):
         shape = (config.vocab_size, config.d_model)
         self.embed_VD = weight(key, shape, variance=1.0, spec=layout.embed_vd)
-        self.logits_VD = None
-        if not config.tied_embeddings:
-            # A tied model starts from the same bits as before there were untied ones.
-            logits_key = jax.random.fold_in(key, 1)
-            variance = config.init_scale / config.d_model
-            self.logits_VD = weight(logits_key, shape, variance=variance, spec=layout.embed_vd)
+        # The key's own bits are the first table's, whether there is a second one or not.
+        logits_key, variance = jax.random.fold_in(key, 1), config.init_scale / config.d_model
+        self.logits_VD = (
+            None
+            if config.tied_embeddings
+            else weight(logits_key, shape, variance=variance, spec=layout.embed_vd)
+        )
         self.layout = layout
 
     def embed(self, tokens_BL: Int[Array, "B L"], dtype: str) -> Float[Array, "B L D"]:

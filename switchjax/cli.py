@@ -1,4 +1,4 @@
-"""The command line: `switchjax train | eval | tokenizer train | convert`. The only argument parsing.
+"""The command line: `switchjax train | eval | tokenizer | convert`. The only argument parsing.
 
 Types and help come from the config dataclasses, through tyro. JAX is imported only once a command
 runs, so that `--help` and mistakes are answered at once.

@@ -38,7 +38,7 @@ from switchjax.layout import Layout
 from switchjax.mesh import read_mesh, use_abstract_mesh
 from switchjax.model import SwitchTransformer
 from switchjax.saved_steps import misfit, named_leaves
-from switchjax.weights import Weights, open_weights, require_empty, write_weights
+from switchjax.weights import open_weights, require_empty, write_weights
 
 _SHARD_BYTES = 2 * 10**9
 _TOKENIZER = "spiece.model"
@@ -200,7 +200,7 @@ def _notes(
 
 def _notes_back(family: Family, config: RunConfig) -> Iterator[str]:
     if config.data.tokenizer == "bytes":
-        yield "the tokenizer is bytes, of which transformers has none alike: no tokenizer is written"
+        yield "no tokenizer is written: transformers has none of bytes as here"
     if family == "t5":
         return
     if not config.model.padding_is_routed:

@@ -45,7 +45,7 @@ class Tensors:
             file = self._opened(path)
             for name in file.keys():
                 part = file.get_slice(name)
-                dtype = part.get_dtype()
+                dtype = str(part.get_dtype())
                 self.stored[name] = Stored(_DTYPES.get(dtype, dtype), tuple(part.get_shape()))
                 self._files[name] = path
         lost = [name for name, path in index.items() if self._files.get(name) != path]
@@ -76,7 +76,8 @@ def _index_of(directory: Path) -> dict[str, Path]:
     if (directory / _SINGLE).exists():
         return {}
     if not path.exists():
-        pickles = sorted(p.name for kind in ("*.bin", "*.pt", "*.ckpt") for p in directory.glob(kind))
+        files = sorted(directory.glob("*"))
+        pickles = [file.name for file in files if file.suffix in (".bin", ".pt", ".ckpt")]
         if pickles:
             raise UserError(
                 f"{directory} holds a pickle ({pickles[0]}), and a pickle can run anything: only "

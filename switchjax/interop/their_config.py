@@ -41,16 +41,16 @@ def read_theirs(directory: Path) -> tuple[Family, dict[str, Any]]:
     try:
         theirs = json.loads(path.read_text())
     except FileNotFoundError:
-        raise UserError(f"{directory} holds no Hugging Face model: {path.name} is missing") from None
+        raise UserError(
+            f"{directory} holds no Hugging Face model: {path.name} is missing"
+        ) from None
     except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
         raise UserError(f"cannot read {path}: {error}") from None
     kind = theirs.get("model_type") if isinstance(theirs, dict) else None
     for family in _FAMILIES:
         if kind == family:
             return family, theirs
-    raise UserError(
-        f"{path}: model_type is {kind!r}; what converts is {' and '.join(_FAMILIES)}"
-    )
+    raise UserError(f"{path}: model_type is {kind!r}; what converts is {' and '.join(_FAMILIES)}")
 
 
 def model_of(family: Family, theirs: dict[str, Any], *, hf_semantics: bool) -> ModelConfig:
@@ -65,7 +65,7 @@ def model_of(family: Family, theirs: dict[str, Any], *, hf_semantics: bool) -> M
     for name, value in _FIXED.items():
         if theirs.get(name, value) != value:
             raise UserError(f"{name} is {theirs[name]!r}, and here it is always {value!r}")
-    sizes = {name: _count(theirs, name) for name in _SAME_NAMES}
+    sizes: dict[str, Any] = {name: _count(theirs, name) for name in _SAME_NAMES}
     pad_id, start_id = theirs.get("pad_token_id", 0), theirs.get("decoder_start_token_id")
     if start_id not in (None, pad_id):
         raise UserError(

@@ -131,9 +131,7 @@ def expert_choice(
     return Routing(expert_GTQ, slot_GTQ, gate_GTQ, kept_GTQ)
 
 
-def without_padding(
-    routing: Routing, real_GT: Bool[Array, "G T"], num_experts: int
-) -> Routing:
+def without_padding(routing: Routing, real_GT: Bool[Array, "G T"], num_experts: int) -> Routing:
     """The same choices and places, but that padding made no choice: what is counted."""
     real_GT1 = real_GT[..., None]
     return routing._replace(

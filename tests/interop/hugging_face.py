@@ -55,7 +55,8 @@ def arrays(directory):
 def take_over(directory, out, **options):
     """Converts to a weights directory; gives what was said."""
     said = []
-    from_hugging_face(FromHuggingFace(directory=str(directory), out=str(out), **options), said.append)
+    options = FromHuggingFace(directory=str(directory), out=str(out), **options)
+    from_hugging_face(options, said.append)
     return said
 
 

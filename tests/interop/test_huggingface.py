@@ -1,7 +1,6 @@
 """Hugging Face directories in and out: every tensor in its place, or a line that says why not."""
 
 import json
-import re
 import shutil
 from dataclasses import replace
 from pathlib import Path
@@ -12,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from hugging_face import VARIANTS, arrays, give, random_weights, rewrite, take_over
-from safetensors.numpy import load_file, save_file
+from safetensors.numpy import load_file
 
 from switchjax.config import ModelConfig, RunConfig
 from switchjax.data.tokenizer import train_tokenizer
@@ -69,7 +68,8 @@ def test_other_implementations_tensors_come_back(tmp_path):
     assert after.keys() == before.keys()
     for name, tensor in before.items():
         np.testing.assert_array_equal(after[name], tensor, name, strict=True)
-    before, after = (json.loads((d / "config.json").read_text()) for d in (THEIRS, tmp_path / "theirs"))
+    files = (directory / "config.json" for directory in (THEIRS, tmp_path / "theirs"))
+    before, after = (json.loads(file.read_text()) for file in files)
     differ = {name for name, value in after.items() if before.get(name) != value}
     assert differ == {"architectures", "is_gated_act", "torch_dtype"}
 
@@ -89,7 +89,8 @@ def test_experts_are_in_numeric_order(tmp_path):
     for expert in range(12):
         assert (tensors[EXPERT.format(expert)] == expert).all()
     take_over(tmp_path / "theirs", tmp_path / "again")
-    stacked = open_weights(tmp_path / "again").read("decoder.periods.blocks.1.switch.experts.w_in_EDF")
+    name = "decoder.periods.blocks.1.switch.experts.w_in_EDF"
+    stacked = open_weights(tmp_path / "again").read(name)
     assert (stacked == np.arange(12).reshape(1, 12, 1, 1)).all()
 
 
@@ -209,7 +210,7 @@ CONFIGS = {
     "dropout": (dict(dropout_rate="a"), "must have a number dropout_rate, got 'a'"),
     "steps": (
         dict(num_layers=6, num_decoder_layers=6, num_sparse_encoder_layers=2),
-        "num_sparse_encoder_layers 2 and num_sparse_decoder_layers 1 of 6 layers; .* 6 or 3 of each",
+        "num_sparse_encoder_layers 2 and num_sparse_decoder_layers 1 of 6 .* 6 or 3 of each",
     ),
     "every third": (
         dict(num_layers=6, num_decoder_layers=6)
@@ -229,12 +230,13 @@ def test_a_model_that_there_is_not_here(tmp_path, switch, change, answer):
 
 
 def refuses(answer, folder, directory):
-    """One line, and nothing left."""
+    """Gives the one line; nothing is left."""
     before = sorted(folder.rglob("*"))
     with pytest.raises(UserError, match=answer) as raised:
         take_over(directory, folder / "out")
     assert "\n" not in str(raised.value)
     assert sorted(folder.rglob("*")) == before
+    return str(raised.value)
 
 
 def test_tensors_missing_extra_and_misshaped_are_listed(tmp_path, switch):
@@ -247,19 +249,20 @@ def test_tensors_missing_extra_and_misshaped_are_listed(tmp_path, switch):
         "encoder.final_layer_norm.weight": np.ones(12, np.int64),
     }
     rewrite(switch, tmp_path / "theirs", tensors=tensors)
-    answer = (
+    answer = refuses("the tensors are not", tmp_path, tmp_path / "theirs")
+    assert answer.startswith(
         "the tensors are not those of config.json: missing decoder.final_layer_norm.weight, "
         f"{EXPERT.format(10)}; extra encoder.block.7.layer.0.layer_norm.weight; "
     )
-    other = (
+    for other in (
         "encoder.final_layer_norm.weight is I64[12], not float32[12]",
         "encoder.block.0.layer.1.mlp.wi.weight is float32[12,20], not float32[20,12]",
-    )
-    refuses(re.escape(answer) + ".*" + ".*|.*".join(map(re.escape, other)), tmp_path, tmp_path / "theirs")
+    ):
+        assert other in answer
 
 
 def test_directories_that_are_none(tmp_path, switch):
-    refuses("theirs holds no Hugging Face model: config.json is missing", tmp_path, tmp_path / "theirs")
+    refuses("theirs holds no Hugging Face model", tmp_path, tmp_path / "theirs")
     theirs = rewrite(switch, tmp_path / "theirs")
     (theirs / "config.json").write_text("{")
     refuses("cannot read .*theirs/config.json: ", tmp_path, theirs)

@@ -187,7 +187,7 @@ MISTAKES = {
     "padding where experts choose": (
         "--model.architecture encoder_decoder --model.encoder-router expert_choice "
         "--model.padding-is-routed",
-        "^model.padding_is_routed is for tokens that choose .* encoder_router expert_choice$",
+        "^model.padding_is_routed is for tokens that choose .*encoder_router expert_choice$",
     ),
     "group": ("--model.group-size 0", "model.group_size must be positive, got 0"),
     "top_k": ("--model.top-k 9", "^model.top_k must be at most model.num_experts 8, got 9$"),

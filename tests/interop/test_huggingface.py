@@ -2,6 +2,7 @@
 
 import json
 import shutil
+import tracemalloc
 from dataclasses import replace
 from pathlib import Path
 
@@ -132,6 +133,26 @@ def test_bfloat16_on_request(tmp_path):
     assert {t.dtype for t in tensors.values()} == {np.dtype(jnp.bfloat16)}
     table = arrays(tmp_path / "ours")["embedding.embed_VD"]
     np.testing.assert_array_equal(tensors["shared.weight"], table.astype(jnp.bfloat16))
+
+
+def test_one_tensor_at_a_time(tmp_path):
+    """Neither way holds more than a few tensors; `experiments/bench/convert.py` measures a large
+    model in a process of its own."""
+    model = replace(SWITCH, d_model=256, d_ff=512, num_layers=4)
+    random_weights(model, tmp_path / "ours")
+    shapes = shapes_of(model)
+    experts = shapes["encoder.periods.blocks.1.switch.experts.w_in_EDF"]
+    checksums = 2**23  # two blocks of a file
+    bound = checksums + experts.size * 4 // 2
+    assert bound < sum(leaf.size for leaf in shapes.values()) * 4 / 3
+    for convert, source, out in ((give, "ours", "theirs"), (take_over, "theirs", "again")):
+        tracemalloc.start()
+        try:
+            convert(tmp_path / source, tmp_path / out)
+            peak = tracemalloc.get_traced_memory()[1]
+        finally:
+            tracemalloc.stop()
+        assert peak < bound, peak
 
 
 def test_tied_copies_and_what_nobody_uses(tmp_path, switch):

@@ -1,4 +1,4 @@
-"""The command line: `switchjax train | eval | tokenizer | convert`. The only argument parsing.
+"""The command line, `switchjax COMMAND`. The only argument parsing.
 
 Types and help come from the config dataclasses, through tyro. JAX is imported only once a command
 runs, so that `--help` and mistakes are answered at once.
@@ -20,7 +20,7 @@ from typing import Annotated, Any, NoReturn
 
 import tyro
 
-from switchjax.config import EvalConfig, RunConfig, TokenizerConfig, read_config
+from switchjax.config import EvalConfig, RunConfig, TokenizerConfig, UpcycleConfig, read_config
 from switchjax.errors import NonFiniteError, UserError, unknown
 from switchjax.interop.options import FromHuggingFace, ToHuggingFace
 from switchjax.presets import PRESETS
@@ -30,6 +30,7 @@ usage: switchjax COMMAND [OPTIONS]
 
   train             train a model
   eval RUN          evaluate a run's checkpoint on its held-out text
+  upcycle DENSE OUT make a dense model's weights those of a Switch Transformer
   tokenizer train   make a SentencePiece tokenizer from text
   convert hf-to-switchjax DIR OUT   take over the weights of a Hugging Face model
   convert switchjax-to-hf DIR OUT   give a model's weights to Hugging Face's transformers
@@ -92,6 +93,7 @@ def _command(words: Sequence[str]) -> int:
     commands = {
         ("train",): _train,
         ("eval",): _eval,
+        ("upcycle",): _upcycle,
         ("tokenizer", "train"): _tokenizer,
         ("convert", "hf-to-switchjax"): _from_hugging_face,
         ("convert", "switchjax-to-hf"): _to_hugging_face,
@@ -141,9 +143,7 @@ def _from_weights(start: RunConfig, source: str) -> RunConfig:
 
 
 def _eval(words: Sequence[str]) -> int:
-    # The run reads better as a word of its own: switchjax eval runs/tiny.
-    if words and not words[0].startswith("-"):
-        words = ["--run", *words]
+    words = _flagged(words, "--run")
     config = _parse(EvalConfig, words, "switchjax eval", EvalConfig())
 
     from switchjax.evaluate import evaluate_run
@@ -151,6 +151,30 @@ def _eval(words: Sequence[str]) -> int:
     for name, value in evaluate_run(config).items():
         print(f"{name.replace('_', ' '):16} {value:.6g}")
     return 0
+
+
+def _upcycle(words: Sequence[str]) -> int:
+    words = _flagged(words, "--dense", "--out")
+    config = _parse(UpcycleConfig, words, "switchjax upcycle")
+
+    from switchjax.interop.upcycle import upcycle
+
+    model = upcycle(config)
+    print(
+        f"{config.out}: {model.num_layers // model.moe_every} Switch layers a stack, "
+        f"{model.num_experts} experts each, and no optimizer state; "
+        f"train with --init-from {config.out}"
+    )
+    return 0
+
+
+def _flagged(words: Sequence[str], *flags: str) -> list[str]:
+    """The words with a flag before each of the first ones: `eval runs/tiny` reads better."""
+    named = 0
+    while named < min(len(flags), len(words)) and not words[named].startswith("-"):
+        named += 1
+    pairs = zip(flags, words[:named], strict=False)
+    return [*(word for pair in pairs for word in pair), *words[named:]]
 
 
 def _tokenizer(words: Sequence[str]) -> int:
@@ -171,7 +195,7 @@ def _tokenizer(words: Sequence[str]) -> int:
 
 def _from_hugging_face(words: Sequence[str]) -> int:
     program = "switchjax convert hf-to-switchjax"
-    options = _parse(FromHuggingFace, _named(words, "--directory", "--out"), program)
+    options = _parse(FromHuggingFace, _flagged(words, "--directory", "--out"), program)
 
     from switchjax.interop.convert import from_hugging_face
 
@@ -181,21 +205,12 @@ def _from_hugging_face(words: Sequence[str]) -> int:
 
 def _to_hugging_face(words: Sequence[str]) -> int:
     program = "switchjax convert switchjax-to-hf"
-    options = _parse(ToHuggingFace, _named(words, "--directory", "--out"), program)
+    options = _parse(ToHuggingFace, _flagged(words, "--directory", "--out"), program)
 
     from switchjax.interop.convert import to_hugging_face
 
     to_hugging_face(options)
     return 0
-
-
-def _named(words: Sequence[str], *flags: str) -> list[str]:
-    """Leading words that are no options as the values of these."""
-    named = list(words)
-    for number, flag in enumerate(flags):
-        if named[2 * number : 2 * number + 1] and not named[2 * number].startswith("-"):
-            named.insert(2 * number, flag)
-    return named
 
 
 def _value(flag: str, words: Sequence[str]) -> str | None:

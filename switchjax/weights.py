@@ -10,7 +10,7 @@ import json
 import os
 import shutil
 import tempfile
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -167,15 +167,12 @@ def write_weights(
     config: RunConfig,
     shapes: Shapes,
     pieces: Callable[[str], Iterator[np.ndarray]],
-    *,
-    beside: Sequence[Path] = (),
 ) -> None:
-    """Writes a weights directory, one piece in memory at a time.
+    """Writes a weights directory, its tokenizer with it, one piece in memory at a time.
 
     Args:
-        config: whose model this is. A relative `data.tokenizer` names one of `beside`.
+        config: whose model this is. Its tokenizer's file is copied to the weights.
         pieces: of an array by name: its values in C order, cut anywhere.
-        beside: files to copy next to the weights.
 
     Raises:
         UserError: the directory exists and is not empty, or cannot be written; it is then as
@@ -191,18 +188,21 @@ def write_weights(
             for name, shape in shapes.items():
                 file = temporary / _FILES / f"{name}.safetensors"
                 _write_array(file, name, shape, pieces(name))
-            for path in beside:
-                shutil.copy(path, temporary / path.name)
+            if config.data.tokenizer != "bytes":
+                tokenizer = shutil.copy(Path(config.data.tokenizer).expanduser(), temporary)
+                data = replace(config.data, tokenizer=Path(tokenizer).name)
+                config = replace(config, data=data)
             write_config(replace(config, out=str(directory)), temporary)
             manifest = {"files": digests(temporary)}
             (temporary / MANIFEST).write_text(json.dumps(manifest, indent=1))
             os.replace(temporary, directory)
     except OSError as error:
-        raise UserError(f"cannot write {directory}: {error.strerror or error}") from error
+        raise UserError(f"cannot write {directory}: {error}") from error
 
 
-def require_empty(directory: Path) -> None:
+def require_empty(directory: str | Path) -> None:
     """Raises UserError unless a new directory may have this name."""
+    directory = Path(directory)
     if config_file(directory).exists():
         raise UserError(f"{directory} holds a run or weights already: choose another name")
     if directory.exists() and not (directory.is_dir() and not any(directory.iterdir())):

@@ -270,7 +270,7 @@ def test_a_run_goes_on_only_as_itself(refused, finished, words, answer):
 @pytest.mark.parametrize(
     ("words", "answer"),
     [
-        ("trian", "no command 'trian'; did you mean train? there are train, eval, tokenizer train"),
+        ("trian", "no command 'trian'; did you mean train? there are train, eval, "),
         ("tokenizer", "no command 'tokenizer'; did you mean tokenizer train? there are "),
         ("tokenizer trian --out x", "no command 'tokenizer trian'; did you mean tokenizer train?"),
         ("eval {folder}/none", "{folder}/none holds no run (config.json is missing)"),
@@ -278,6 +278,10 @@ def test_a_run_goes_on_only_as_itself(refused, finished, words, answer):
         ("eval {finished} --step 0", "eval.step must be positive, got 0"),
         ("eval {finished} --mesh data=3", "data * expert = 3 must divide "),
         ("eval {finished} --stpe 3", "unknown option --stpe; did you mean --step?"),
+        ("upcycle {finished}", "--out is missing"),
+        ("upcycle {finished} {folder}", "{folder} exists and is no empty directory"),
+        ("upcycle {finished} {folder}/x --moe-every 2", "num_layers 1 must be a multiple of "),
+        ("train --init-from {folder}/none", "{folder}/none holds no run (config.json is missing)"),
         ("tokenizer train", "--out is missing"),
         ("tokenizer train --out x --files {folder}/*.text", "no file matches '{folder}/*.text'"),
         ("tokenizer train --out x --vocab-size 0", "tokenizer.vocab_size must be positive, got 0"),
@@ -321,6 +325,7 @@ def test_too_many_devices_are_asked_for_elsewhere(folder, monkeypatch):  # case 
         ("train --help", "--model.num-experts INT"),
         ("train --preset switch-c --help", "(default: 2048)"),
         ("eval --help", "--batches"),
+        ("upcycle --help", "--output-scale"),
         ("tokenizer train --help", "--vocab-size"),
         ("tokenizer --help", "tokenizer train"),
         ("convert hf-to-switchjax --help", "--hf-semantics"),
@@ -437,6 +442,25 @@ def test_own_tokenizer_and_mesh_file(call, folder):
     assert (status, errors) == (0, "")
     assert "mesh good (data=2,expert=1,model=4) on cpu" in said
     assert len((out / "metrics.jsonl").read_text().splitlines()) == 2
+
+
+def test_a_dense_run_becomes_a_sparse_one(call, finished, folder):  # case 65
+    sparse, out = folder / "sparse", folder / "upcycled"
+    status, said, errors = call("upcycle", finished, sparse, "--moe-every", 1, "--num-experts", 4)
+    assert (status, errors) == (0, "")
+    assert said == (
+        f"{sparse}: 1 Switch layers a stack, 4 experts each, and no optimizer state; "
+        f"train with --init-from {sparse}\n"
+    )
+    words = ("--data.files", folder / "good.txt", "--data.batch-size", 8, "--mesh", "data8")
+    words = ("train", "--init-from", sparse, "--out", out, *words)
+    words = (*words, "--data.sequence-length", 16, "--data.holdout", 0.2, "--steps", 1)
+    status, said, errors = call(*words)
+    assert (status, errors) == (0, "")
+    assert f"model of {sparse}; step, learning-rate schedule, optimizer state and data" in said
+    model, before = read_config(out).model, read_config(finished).model
+    assert (model.moe_every, model.num_experts, before.moe_every) == (1, 4, 0)
+    assert (model.architecture, model.d_model) == (before.architecture, before.d_model)
 
 
 def test_a_moved_run_goes_on_where_it_is(call, finished, folder):

@@ -24,10 +24,9 @@ ROWS = (
     ("data", "expert_load", "loss", "metrics", "optim", "runlog"),
     ("checkpoint", "saved_steps", "state", "weights"),
     ("setup", "step"),
-    ("evaluate",),
+    ("evaluate", "interop"),
     ("train",),
     ("plan",),
-    ("interop",),
     ("cli",),
 )
 # Within a row: these may be imported by their neighbours.
@@ -41,9 +40,10 @@ NEIGHBOURS = {
     "data": {"data"},
     "runlog": {"expert_load"},
     "checkpoint": {"saved_steps"},
+    "state": {"saved_steps"},
     "weights": {"saved_steps"},
-    "plan": {"plan"},
     "interop": {"interop"},
+    "plan": {"plan"},
 }
 
 

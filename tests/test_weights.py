@@ -28,11 +28,11 @@ def arrays():
     return {name: np.asarray(x) for name, x in named_leaves(model).items()}
 
 
-def write(directory, arrays, **options):
+def write(directory, arrays):
     def rows(name):
         yield from arrays[name]
 
-    write_weights(directory, CONFIG, {n: as_shape(a) for n, a in arrays.items()}, rows, **options)
+    write_weights(directory, CONFIG, {n: as_shape(a) for n, a in arrays.items()}, rows)
 
 
 def as_shape(array):
@@ -119,12 +119,13 @@ def test_files_are_safetensors(directory, arrays):
     assert len(list((directory / "weights").iterdir())) == len(arrays)
 
 
-def test_a_tokenizer_beside_the_weights_moves_with_them(tmp_path, arrays):
+def test_the_tokenizer_moves_with_the_weights(tmp_path, arrays):
     (tmp_path / "spiece.model").write_text("pieces")
-    config = replace(CONFIG, data=replace(CONFIG.data, tokenizer="spiece.model"))
+    tokenizer = str(tmp_path / "spiece.model")
+    config = replace(CONFIG, data=replace(CONFIG.data, tokenizer=tokenizer))
     shapes = {n: as_shape(a) for n, a in arrays.items()}
-    beside = [tmp_path / "spiece.model"]
-    write_weights(tmp_path / "out", config, shapes, lambda n: iter(arrays[n]), beside=beside)
+    write_weights(tmp_path / "out", config, shapes, lambda n: iter(arrays[n]))
+    (tmp_path / "spiece.model").unlink()
     moved = tmp_path / "moved"
     (tmp_path / "out").rename(moved)
     assert open_weights(moved).config.data.tokenizer == str(moved / "spiece.model")

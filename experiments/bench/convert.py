@@ -19,11 +19,11 @@ from pathlib import Path
 import numpy as np
 
 from switchjax.config import RunConfig
-from switchjax.interop.convert import shapes_of
 from switchjax.interop.huggingface import tensors_of
 from switchjax.interop.tensors import Tensors, write_tensors
 from switchjax.interop.their_config import theirs_of
 from switchjax.presets import PRESETS
+from switchjax.state import model_shapes
 
 MODEL = replace(PRESETS["switch-base-8"].model, num_experts=11)
 SHARD_BYTES = 10**9
@@ -35,7 +35,7 @@ def write_checkpoint(directory: Path) -> int:
     family, rng = "switch_transformers", np.random.default_rng(0)
     shapes = {
         tensor.name: tensor.shape
-        for name, leaf in shapes_of(MODEL).items()
+        for name, leaf in model_shapes(MODEL).items()
         for tensor in tensors_of(name, leaf.shape, MODEL, family)
     }
 

@@ -10,7 +10,7 @@ import shutil
 import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import partial
+from dataclasses import replace
 from pathlib import Path
 
 import jax
@@ -34,14 +34,13 @@ from switchjax.interop.huggingface import (
 from switchjax.interop.options import FromHuggingFace, ToHuggingFace
 from switchjax.interop.tensors import Stored, Tensors, write_tensors
 from switchjax.interop.their_config import model_of, optim_of, read_theirs, slots_of, theirs_of
-from switchjax.layout import Layout
-from switchjax.mesh import read_mesh, use_abstract_mesh
-from switchjax.model import SwitchTransformer
-from switchjax.saved_steps import misfit, named_leaves
+from switchjax.saved_steps import misfit
+from switchjax.state import model_shapes
 from switchjax.weights import open_weights, require_empty, write_weights
 
 _SHARD_BYTES = 2 * 10**9
 _TOKENIZER = "spiece.model"
+_TRAINED_LENGTH = 512  # tokens of an encoder row: T5, arXiv:1910.10683, section 3.1.2
 _DTYPES = {"float32": np.dtype(np.float32), "bfloat16": np.dtype(jnp.bfloat16)}
 _SLICES = 16  # of a table that is compared with another one
 
@@ -60,7 +59,7 @@ def from_hugging_face(options: FromHuggingFace, say: Say = print) -> None:
     family, theirs = read_theirs(directory)
     model = model_of(family, theirs, hf_semantics=options.hf_semantics)
     stored = Tensors(directory)
-    shapes = shapes_of(model)
+    shapes = model_shapes(model)
     wanted = {
         name: list(tensors_of(name, leaf.shape, model, family)) for name, leaf in shapes.items()
     }
@@ -69,11 +68,11 @@ def from_hugging_face(options: FromHuggingFace, say: Say = print) -> None:
     for line in _notes(family, theirs, stored, options):
         say(line)
 
-    tokenizer = directory / _TOKENIZER
-    beside = [tokenizer] if tokenizer.is_file() else []
-    if not beside:
+    data = DataConfig(sequence_length=_TRAINED_LENGTH)
+    if (directory / _TOKENIZER).is_file():
+        data = replace(data, tokenizer=str(directory / _TOKENIZER))
+    else:
         say(f"there is no {_TOKENIZER}: training and generation need a --data.tokenizer")
-    data = DataConfig(tokenizer=_TOKENIZER, sequence_length=512) if beside else DataConfig()
     config = RunConfig(model=model, data=data, optim=optim_of(theirs), mesh="single", out=str(out))
     with _progress(shapes) as advance:
 
@@ -83,7 +82,7 @@ def from_hugging_face(options: FromHuggingFace, say: Say = print) -> None:
                 yield piece
                 advance(piece.nbytes)
 
-        write_weights(out, config, shapes, pieces, beside=beside)
+        write_weights(out, config, shapes, pieces)
     say(f"{out}: {_count(shapes):,} parameters; train with --init-from {out}")
 
 
@@ -130,14 +129,6 @@ def to_hugging_face(
         if config.data.tokenizer != "bytes":
             shutil.copy(config.data.tokenizer, temporary / _TOKENIZER)
     say(f"{out}: {_count(weights.shapes):,} parameters of {weights.source}, in {options.dtype}")
-
-
-def shapes_of(model: ModelConfig) -> dict[str, jax.ShapeDtypeStruct]:
-    """Shapes and dtypes of a model's arrays by name; makes none and needs no device."""
-    make = partial(SwitchTransformer, config=model, layout=Layout())
-    with use_abstract_mesh(read_mesh("single")):
-        leaves = named_leaves(jax.eval_shape(lambda: make(jax.random.key(0))))
-    return {name: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) for name, leaf in leaves.items()}
 
 
 def _count(shapes: dict[str, jax.ShapeDtypeStruct]) -> int:

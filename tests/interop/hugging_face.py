@@ -8,10 +8,10 @@ import numpy as np
 from safetensors.numpy import load_file, save_file
 
 from switchjax.config import ModelConfig, RunConfig
-from switchjax.interop.convert import from_hugging_face, shapes_of, to_hugging_face
+from switchjax.interop.convert import from_hugging_face, to_hugging_face
 from switchjax.interop.options import FromHuggingFace, ToHuggingFace
 from switchjax.layout import Layout
-from switchjax.state import abstract_state
+from switchjax.state import abstract_state, model_shapes
 from switchjax.weights import load_model, open_weights, write_weights
 
 SMALL = ModelConfig(
@@ -41,7 +41,7 @@ def random_weights(model, out, *, seed=0):
         fan_in = shape[-1] if name.startswith("embedding") else max(model.d_model, 1)
         yield (rng.standard_normal(shape) / np.sqrt(fan_in)).astype(np.float32)
 
-    shapes = shapes_of(model)
+    shapes = model_shapes(model)
     write_weights(out, RunConfig(model=model, mesh="single"), shapes, pieces)
     return out
 

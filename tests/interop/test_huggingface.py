@@ -17,10 +17,10 @@ from safetensors.numpy import load_file
 from switchjax.config import ModelConfig, RunConfig
 from switchjax.data.tokenizer import train_tokenizer
 from switchjax.errors import UserError
-from switchjax.interop.convert import shapes_of
 from switchjax.interop.huggingface import tensors_of
 from switchjax.interop.their_config import model_of, theirs_of
 from switchjax.presets import PRESETS
+from switchjax.state import model_shapes
 from switchjax.weights import ROUTER_BIAS, open_weights, write_weights
 
 THEIRS = Path(__file__).parent.parent / "data" / "hf_golden"
@@ -77,7 +77,7 @@ def test_other_implementations_tensors_come_back(tmp_path):
 
 def test_experts_are_in_numeric_order(tmp_path):
     """Case 48: expert 10 after expert 9, not after expert 1; case 6: and each has its own."""
-    shapes = shapes_of(SWITCH)
+    shapes = model_shapes(SWITCH)
 
     def pieces(name):
         shape = shapes[name].shape
@@ -140,7 +140,7 @@ def test_one_tensor_at_a_time(tmp_path):
     model in a process of its own."""
     model = replace(SWITCH, d_model=256, d_ff=512, num_layers=4)
     random_weights(model, tmp_path / "ours")
-    shapes = shapes_of(model)
+    shapes = model_shapes(model)
     experts = shapes["encoder.periods.blocks.1.switch.experts.w_in_EDF"]
     checksums = 2**23  # two blocks of a file
     bound = checksums + experts.size * 4 // 2
@@ -202,7 +202,7 @@ def test_the_papers_models_have_a_place_for_every_tensor(name):
     model = model_of(theirs["model_type"], theirs, hf_semantics=False)
     same = ("activation", "tied_embeddings", "moe_every", "d_model", "d_ff", "num_heads", "d_kv")
     assert all(getattr(model, field) == getattr(config.model, field) for field in same)
-    shapes, names, size = shapes_of(model), set(), 0
+    shapes, names, size = model_shapes(model), set(), 0
     for ours, leaf in shapes.items():
         for tensor in tensors_of(ours, leaf.shape, model, theirs["model_type"]):
             assert tensor.name not in names

@@ -6,21 +6,24 @@ import tracemalloc
 from dataclasses import replace
 from pathlib import Path
 
+import builders
 import hugging_face
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from hugging_face import VARIANTS, arrays, give, random_weights, rewrite, take_over
+from hugging_face import VARIANTS, arrays, give, loaded, random_weights, rewrite, take_over
 from safetensors.numpy import load_file
 
-from switchjax.config import ModelConfig, RunConfig
+from switchjax.checkpoint import Checkpoints
+from switchjax.config import ModelConfig, RunConfig, write_config
 from switchjax.data.tokenizer import train_tokenizer
 from switchjax.errors import UserError
 from switchjax.interop.huggingface import tensors_of
 from switchjax.interop.their_config import model_of, theirs_of
 from switchjax.presets import PRESETS
-from switchjax.state import model_shapes
+from switchjax.saved_steps import checkpoint_directory
+from switchjax.state import TrainState, model_shapes
 from switchjax.weights import ROUTER_BIAS, open_weights, write_weights
 
 THEIRS = Path(__file__).parent.parent / "data" / "hf_golden"
@@ -113,6 +116,30 @@ def test_files_of_several_shards(tmp_path, switch):
     assert index["metadata"]["total_size"] == sum(t.nbytes for t in whole.values())
     for name, tensor in whole.items():
         np.testing.assert_array_equal(found[name], tensor)
+
+
+def test_a_run_gives_the_step_that_is_asked_for(tmp_path):
+    """From checkpoints as training saves them."""
+    random_weights(SWITCH, tmp_path / "ours")
+    run, config = tmp_path / "run", RunConfig(model=SWITCH, mesh="single")
+    run.mkdir()
+    write_config(config, run)
+    with jax.set_mesh(builders.mesh("single")):
+        model = loaded(tmp_path / "ours")
+        checkpoints = Checkpoints(checkpoint_directory(run), keep=2, on_commit=lambda step: None)
+        for step in (1, 2):
+            scaled = jax.tree.map(lambda x, step=step: x * step, model)
+            state = TrainState(jnp.int32(step), scaled, (), None)
+            checkpoints.save(step, state, data_state={}, config=config, eval_loss=None)
+        checkpoints.close()
+    table = arrays(tmp_path / "ours")["embedding.embed_VD"]
+    for options, scale in (({}, 2), ({"step": 1}, 1)):
+        said = give(run, tmp_path / f"theirs {scale}", **options)
+        assert f"parameters of step {scale} in " in said[-1]
+        tensors = load_file(tmp_path / f"theirs {scale}" / "model.safetensors")
+        np.testing.assert_array_equal(tensors["shared.weight"], scale * table)
+    with pytest.raises(UserError, match="step 3: there is no such checkpoint"):
+        give(run, tmp_path / "no", step=3)
 
 
 @pytest.mark.parametrize("dtype", [np.float16, jnp.bfloat16], ids=["float16", "bfloat16"])

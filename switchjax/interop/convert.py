@@ -180,11 +180,11 @@ def _notes(
             "and evaluation, and padding takes slots (--hf-semantics)"
         )
     else:
+        slots = theirs.get("expert_capacity", "a fixed number of")
         yield (
             "padding takes no slot, evaluation drops nothing, training has "
             f"{ModelConfig().capacity_factor} times the fair share of slots; transformers has "
-            f"{theirs.get('expert_capacity')} slots an expert and row, padding included: "
-            "--hf-semantics keeps that"
+            f"{slots} slots an expert and row, padding included: --hf-semantics keeps that"
         )
     yield "released Switch Transformers are pre-trained alone: they fill in <extra_id_0>, no more"
 

@@ -40,6 +40,7 @@ def ours(tmp_path_factory):
     out = tmp_path_factory.mktemp("hf") / "ours"
     said = hugging_face.take_over(THEIRS, out)
     assert "padding takes no slot" in said[0] and "--hf-semantics keeps that" in said[0]
+    assert "pre-trained alone: they fill in <extra_id_0>" in said[1]  # case 49
     return out
 
 

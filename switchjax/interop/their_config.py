@@ -28,7 +28,7 @@ _FIXED = {
     "router_bias": False,
     "router_dtype": "float32",
 }
-_ACTIVATIONS = {"relu": "relu", "gated-gelu": "geglu", "gated-gelu_new": "geglu"}
+_ACTIVATIONS = {"relu": "relu", "gated-gelu_new": "geglu"}
 
 
 def read_theirs(directory: Path) -> tuple[Family, dict[str, Any]]:
@@ -123,11 +123,13 @@ def _number(theirs: dict[str, Any], name: str, default: float) -> float:
 
 def _activation(family: Family, theirs: dict[str, Any]) -> Any:
     name = theirs.get("feed_forward_proj")
-    if name is None or family == "switch_transformers":
+    if family == "t5" and name == "gated-gelu":
+        name = "gated-gelu_new"  # which is what T5 means by it: the approximation by tanh
+    elif name is None or family == "switch_transformers":
         gated = "gated-" if theirs.get("is_gated_act") else ""
         name = gated + str(theirs.get("dense_act_fn", "relu"))
     if name not in _ACTIVATIONS:
-        raise UserError(f"the activation is {name!r}; here there are relu and gated-gelu")
+        raise UserError(f"the activation is {name!r}; here there are relu and gated-gelu_new")
     return _ACTIVATIONS[name]
 
 
@@ -215,21 +217,27 @@ def slots_of(config: RunConfig) -> int:
 
 
 def _require_known_to_them(config: RunConfig) -> None:
-    """Refuses what is no model of theirs; they have one config for T5 and one for Switch."""
-    model = config.model
-    unknown = {
-        f"model.architecture {model.architecture}: they are encoder-decoders with relative "
-        "positions": model.architecture != "encoder_decoder",
-        f"model.top_k {model.top_k}: their tokens go to one expert": model.moe_every > 0
-        and model.top_k != 1,
-        f"model.encoder_router {model.encoder_router}: their tokens choose experts": model.moe_every
-        > 0
-        and model.encoder_router != "top_k",
-        f"model.moe_every {model.moe_every}: theirs is 1 or 2": model.moe_every not in (0, 1, 2),
-        f"model.group_size {model.group_size}: their slots are those of one row": (
-            model.moe_every > 0 and model.group_size not in (None, config.data.sequence_length)
+    """Raises UserError of what is neither a T5 nor a Switch Transformer of theirs."""
+    model, length = config.model, config.data.sequence_length
+    sparse = model.moe_every > 0
+    for differs, reason in (
+        (
+            model.architecture != "encoder_decoder",
+            f"model.architecture {model.architecture}: theirs are encoder-decoders",
         ),
-    }
-    for reason, holds in unknown.items():
-        if holds:
+        (model.moe_every > 2, f"model.moe_every {model.moe_every}: theirs is 1 or 2"),
+        (
+            sparse and model.top_k > 1,
+            f"model.top_k {model.top_k}: their tokens go to one expert",
+        ),
+        (
+            sparse and model.encoder_router != "top_k",
+            f"model.encoder_router {model.encoder_router}: their tokens choose experts",
+        ),
+        (
+            sparse and model.group_size not in (None, length),
+            f"model.group_size {model.group_size}: their slots are those of one row",
+        ),
+    ):
+        if differs:
             raise UserError(f"Hugging Face has no such model: {reason}")

@@ -244,6 +244,10 @@ CONFIGS = {
     "no model_type": (dict(model_type=...), "model_type is None; what converts is t5 and switch"),
     "another model": (dict(model_type="mixtral"), "model_type is 'mixtral'; what converts is t5"),
     "activation": (dict(dense_act_fn="silu"), "activation is 'silu'; here there are relu and"),
+    "exact gelu": (
+        dict(is_gated_act=True, dense_act_fn="gelu"),
+        "activation is 'gated-gelu'; here there are relu and gated-gelu_new",
+    ),
     "gated": (dict(is_gated_act=True), "activation is 'gated-relu'; here there are relu and"),
     "epsilon": (dict(layer_norm_epsilon=1e-5), "layer_norm_epsilon is 1e-05, .* always 1e-06"),
     "buckets": (dict(relative_attention_num_buckets=16), "num_buckets is 16, .* always 32"),
@@ -379,7 +383,7 @@ def test_a_directory_that_is_taken(tmp_path, switch):
 
 
 UNKNOWN_THERE = {
-    "decoder": (dict(architecture="decoder_only"), {}, "architecture decoder_only: they are enc"),
+    "decoder": (dict(architecture="decoder_only"), {}, "architecture decoder_only: theirs are enc"),
     "top 2": (dict(top_k=2), {}, "model.top_k 2: their tokens go to one expert"),
     "choice": (dict(encoder_router="expert_choice"), {}, "expert_choice: their tokens choose"),
     "every third": (dict(num_layers=3, moe_every=3), {}, "model.moe_every 3: theirs is 1 or 2"),

@@ -25,13 +25,13 @@ from switchjax.config import (
     EvalConfig,
     ModelConfig,
     OptimConfig,
-    PlanConfig,
     RunConfig,
     TokenizerConfig,
-    UpcycleConfig,
     read_config,
 )
 from switchjax.errors import NonFiniteError, UserError, unknown
+from switchjax.interop.options import FromHuggingFace, ToHuggingFace, UpcycleConfig
+from switchjax.plan.options import PlanConfig
 from switchjax.presets import PRESETS
 
 _USAGE = """\
@@ -42,6 +42,8 @@ usage: switchjax COMMAND [OPTIONS]
   plan              choose the layout for hardware that need not be here
   upcycle DENSE OUT make a dense model's weights those of a Switch Transformer
   tokenizer train   make a SentencePiece tokenizer from text
+  convert hf-to-switchjax DIR OUT   take over the weights of a Hugging Face model
+  convert switchjax-to-hf DIR OUT   give a model's weights to Hugging Face's transformers
 
 switchjax COMMAND --help lists the options of a command.
 """
@@ -116,6 +118,8 @@ def _command(words: Sequence[str]) -> int:
         ("upcycle",): _upcycle,
         ("plan",): _plan,
         ("tokenizer", "train"): _tokenizer,
+        ("convert", "hf-to-switchjax"): _from_hugging_face,
+        ("convert", "switchjax-to-hf"): _to_hugging_face,
     }
     for name, command in commands.items():
         if tuple(words[: len(name)]) == name:
@@ -123,7 +127,7 @@ def _command(words: Sequence[str]) -> int:
     if not words or _HELP & set(words):
         print(_USAGE, end="")
         return 0 if words else 2
-    typed = " ".join(words[: 2 if words[0] == "tokenizer" else 1])
+    typed = " ".join(words[: 2 if words[0] in ("tokenizer", "convert") else 1])
     raise unknown("command", typed, [" ".join(name) for name in commands])
 
 
@@ -233,6 +237,26 @@ def _tokenizer(words: Sequence[str]) -> int:
         f"{config.out}: {size} ids, sentinels included; train with "
         f"--data.tokenizer {config.out} --model.vocab-size {-(-size // 128) * 128}"
     )
+    return 0
+
+
+def _from_hugging_face(words: Sequence[str]) -> int:
+    program = "switchjax convert hf-to-switchjax"
+    options = _parse(FromHuggingFace, _flagged(words, "--directory", "--out"), program)
+
+    from switchjax.interop.convert import from_hugging_face
+
+    from_hugging_face(options)
+    return 0
+
+
+def _to_hugging_face(words: Sequence[str]) -> int:
+    program = "switchjax convert switchjax-to-hf"
+    options = _parse(ToHuggingFace, _flagged(words, "--directory", "--out"), program)
+
+    from switchjax.interop.convert import to_hugging_face
+
+    to_hugging_face(options)
     return 0
 
 

@@ -18,22 +18,24 @@ Wire = Literal["compute", "bfloat16", "float8"]
 RouterKind = Literal["top_k", "expert_choice"]
 
 
-def _require(condition: bool, message: str) -> None:
+def require(condition: bool, message: str) -> None:
+    """Raises UserError with the message unless the condition holds."""
     if not condition:
         raise UserError(message)
 
 
-def _require_positive(section: str, config: object, *names: str) -> None:
+def require_positive(section: str, config: object, *names: str) -> None:
+    """Raises UserError unless these fields of a config are positive and finite."""
     for name in names:
         value = getattr(config, name)
-        _require(value > 0, f"{section}.{name} must be positive, got {value}")
-        _require(value < math.inf, f"{section}.{name} must be finite, got {value}")
+        require(value > 0, f"{section}.{name} must be positive, got {value}")
+        require(value < math.inf, f"{section}.{name} must be finite, got {value}")
 
 
 def _require_fraction(section: str, config: object, *names: str) -> None:
     for name in names:
         value = getattr(config, name)
-        _require(0 <= value < 1, f"{section}.{name} must be at least 0 and below 1, got {value}")
+        require(0 <= value < 1, f"{section}.{name} must be at least 0 and below 1, got {value}")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,6 +58,9 @@ class ModelConfig:
     """Layers of the encoder and of the decoder each."""
     activation: Literal["relu", "geglu"] = "relu"
     """Of feed-forward layers and experts; geglu has a third matrix as gate."""
+    tied_embeddings: bool = True
+    """One table for tokens and, times d_model^-0.5, for logits; off, logits have a table of their
+    own, not scaled (T5 v1.1)."""
     moe_every: int = 2
     """Every n-th feed-forward layer is a Switch layer; 0 = none."""
     num_experts: int = 8
@@ -75,6 +80,12 @@ class ModelConfig:
     """The same at evaluation; None = as many slots as tokens, so that nothing drops. Under expert
     choice None is the factor of training, since slots for all would give every expert all tokens:
     another function."""
+    expert_capacity: int | None = None
+    """Slots of an expert in a group, in training and at evaluation alike, in place of both
+    factors; None = by the factors."""
+    padding_is_routed: bool = False
+    """As transformers has it: padding asks for experts and takes their slots, and attends to the
+    real tokens of its row. It enters no loss and no metric all the same."""
     group_size: int | None = None
     """Tokens that compete for the same slots, padding places included; None = one row."""
     jitter: float = 1e-2
@@ -93,37 +104,48 @@ class ModelConfig:
     """Compile one period and loop over it; off, every layer is compiled apart."""
 
     def __post_init__(self) -> None:
-        _require_positive(
+        require_positive(
             "model", self, "vocab_size", "d_model", "d_ff", "num_heads", "d_kv", "num_layers"
         )
-        _require_positive("model", self, "num_experts", "top_k", "capacity_factor", "init_scale")
+        require_positive("model", self, "num_experts", "top_k", "capacity_factor", "init_scale")
         _require_fraction("model", self, "jitter", "dropout")
         if self.expert_dropout is not None:
             _require_fraction("model", self, "expert_dropout")
         if self.eval_capacity_factor is not None:
-            _require_positive("model", self, "eval_capacity_factor")
-        if self.group_size is not None:
-            _require_positive("model", self, "group_size")
-        _require(self.moe_every >= 0, f"model.moe_every must be 0 or more, got {self.moe_every}")
-        _require(
+            require_positive("model", self, "eval_capacity_factor")
+        for name in ("group_size", "expert_capacity"):
+            if getattr(self, name) is not None:
+                require_positive("model", self, name)
+        require(
+            self.expert_capacity is None or self.eval_capacity_factor is None,
+            f"model.expert_capacity {self.expert_capacity} holds at evaluation too: leave out "
+            f"model.eval_capacity_factor {self.eval_capacity_factor}",
+        )
+        require(
+            not self.padding_is_routed or self.encoder_router == "top_k",
+            "model.padding_is_routed is for tokens that choose their experts: leave it out with "
+            f"model.encoder_router {self.encoder_router}",
+        )
+        require(self.moe_every >= 0, f"model.moe_every must be 0 or more, got {self.moe_every}")
+        require(
             self.num_layers % max(self.moe_every, 1) == 0,
             f"model.num_layers {self.num_layers} must be a multiple of "
             f"model.moe_every {self.moe_every}",
         )
-        _require(
+        require(
             self.top_k <= self.num_experts,
             f"model.top_k must be at most model.num_experts {self.num_experts}, got {self.top_k}",
         )
-        _require(
+        require(
             self.top_k == 2 or not self.random_second,
             f"model.random_second needs model.top_k 2, got {self.top_k}",
         )
         if self.architecture == "decoder_only":
-            _require(
+            require(
                 self.d_kv % 2 == 0,
                 f"model.d_kv must be even for rotary positions, got {self.d_kv}",
             )
-            _require(
+            require(
                 self.encoder_router == "top_k",
                 f"model.encoder_router {self.encoder_router} needs model.architecture "
                 "encoder_decoder: in a decoder, experts would choose by looking at later tokens",
@@ -152,11 +174,11 @@ class DataConfig:
     """Share of the examples kept for evaluation."""
 
     def __post_init__(self) -> None:
-        _require_positive("data", self, "batch_size", "sequence_length")
+        require_positive("data", self, "batch_size", "sequence_length")
         for name in ("noise_density", "holdout"):
             value = getattr(self, name)
-            _require(0 < value < 1, f"data.{name} must be between 0 and 1, got {value}")
-        _require(
+            require(0 < value < 1, f"data.{name} must be between 0 and 1, got {value}")
+        require(
             self.mean_span_length >= 1,
             f"data.mean_span_length must be 1 or more, got {self.mean_span_length}",
         )
@@ -190,13 +212,13 @@ class OptimConfig:
     experts choose, which are balanced anyway."""
 
     def __post_init__(self) -> None:
-        _require_positive("optim", self, "learning_rate", "warmup_steps", "accumulation")
+        require_positive("optim", self, "learning_rate", "warmup_steps", "accumulation")
         if self.clip_norm is not None:
-            _require_positive("optim", self, "clip_norm")
+            require_positive("optim", self, "clip_norm")
         for name in ("weight_decay", "balance_coefficient", "z_coefficient", "bias_rate"):
             value = getattr(self, name)
-            _require(value >= 0, f"optim.{name} must be 0 or more, got {value}")
-            _require(value < math.inf, f"optim.{name} must be finite, got {value}")
+            require(value >= 0, f"optim.{name} must be 0 or more, got {value}")
+            require(value < math.inf, f"optim.{name} must be finite, got {value}")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -234,13 +256,13 @@ class RunConfig:
     """Newest checkpoints to keep, beside the best."""
 
     def __post_init__(self) -> None:
-        _require_positive("run", self, "steps", "eval_every", "eval_batches")
-        _require_positive("run", self, "checkpoint_every", "keep")
-        _require(self.seed >= 0, f"run.seed must be 0 or more, got {self.seed}")
-        _require(self.seed < 2**32, f"run.seed must be below 2**32, got {self.seed}")
+        require_positive("run", self, "steps", "eval_every", "eval_batches")
+        require_positive("run", self, "checkpoint_every", "keep")
+        require(self.seed >= 0, f"run.seed must be 0 or more, got {self.seed}")
+        require(self.seed < 2**32, f"run.seed must be below 2**32, got {self.seed}")
         if self.devices is not None:
-            _require_positive("run", self, "devices")
-        _require(
+            require_positive("run", self, "devices")
+        require(
             self.data.batch_size % self.optim.accumulation == 0,
             f"data.batch_size {self.data.batch_size} must be a multiple of "
             f"optim.accumulation {self.optim.accumulation}",
@@ -317,79 +339,7 @@ class EvalConfig:
     def __post_init__(self) -> None:
         for name in ("step", "devices", "batches"):
             if getattr(self, name) is not None:
-                _require_positive("eval", self, name)
-
-
-@dataclass(frozen=True, kw_only=True)
-class PlanConfig:
-    """Which layout to run a config with, on hardware that need not be here."""
-
-    hardware: str = "h200"
-    """Name of an accelerator, or path of a file of its facts."""
-    nodes: int | None = None
-    """Nodes full of devices; None = one, or as many as the mesh takes."""
-    devices_per_node: int | None = None
-    """Devices that share a node's links; None = as the hardware has them."""
-    batch_tokens: str | None = None
-    """Tokens of a batch's encoder rows (or rows, decoder-only), such as 65536, 512K or 1M
-    (2**20); None = as data.batch_size says."""
-    seq: int | None = None
-    """Tokens of an encoder row, or of a decoder-only row; None = as data.sequence_length says."""
-    mesh: str | None = None
-    """Only this mesh, with the config's own remat and accumulation; None = all that divide."""
-    show: int = 12
-    """Layouts to show."""
-    compile: int = 5
-    """How many of the best are compiled for the hardware; 0 = formulas alone."""
-    write: str | None = None
-    """Mesh file to write for the first."""
-    json: bool = False
-    """Print the rows as JSON, and the table to stderr."""
-    picture: str | None = None
-    """PNG to draw: time by part of each layout."""
-    explain: bool = False
-    """With --mesh: what fills a device, and everything that is sent."""
-    loads: str | None = None
-    """Run whose measured loads say how many choices will drop."""
-
-    def __post_init__(self) -> None:
-        _require_positive("plan", self, "show")
-        _require(self.compile >= 0, f"plan.compile must be 0 or more, got {self.compile}")
-        _require(not self.explain or self.mesh is not None, "plan.explain needs plan.mesh")
-        for name in ("nodes", "devices_per_node", "seq"):
-            if getattr(self, name) is not None:
-                _require_positive("plan", self, name)
-
-
-@dataclass(frozen=True, kw_only=True)
-class UpcycleConfig:
-    """A dense model's weights as those of a Switch Transformer, to be trained with --init-from."""
-
-    dense: str
-    """Run or weights directory of a dense model (model.moe_every 0)."""
-    out: str
-    """Directory to write."""
-    step: int | None = None
-    """Which checkpoint of a run; None = the newest."""
-    num_experts: int = 8
-    """Experts of a Switch layer."""
-    moe_every: int = 2
-    """Every n-th feed-forward layer becomes a Switch layer."""
-    noise: float = 0.0
-    """Noise added to each expert's weights, over their standard deviation; 0 = exact copies, that
-    differ once their tokens do."""
-    output_scale: float = 1.0
-    """Factor on what experts give. With top_k 1 a Switch layer starts as output_scale * p times the
-    dense one, where the chosen expert's probability p is close to 1 / num_experts."""
-    seed: int = 0
-    """Of the routers and the noise."""
-
-    def __post_init__(self) -> None:
-        _require_positive("upcycle", self, "num_experts", "moe_every", "output_scale")
-        _require(0 <= self.noise < math.inf, f"upcycle.noise must be 0 or more, got {self.noise}")
-        _require(self.seed >= 0, f"upcycle.seed must be 0 or more, got {self.seed}")
-        if self.step is not None:
-            _require_positive("upcycle", self, "step")
+                require_positive("eval", self, name)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -406,4 +356,4 @@ class TokenizerConfig:
     """Field of a .jsonl line that holds the text."""
 
     def __post_init__(self) -> None:
-        _require_positive("tokenizer", self, "vocab_size")
+        require_positive("tokenizer", self, "vocab_size")

@@ -9,6 +9,7 @@ Knows nothing of models, optimizers or the training loop: a state is any pytree 
 """
 
 import json
+import math
 import zlib
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -116,11 +117,18 @@ class SavedSteps:
         self._read_run(step)
         directory = self.path(step) / STATE
 
-        def opened(name: str) -> ts.TensorStore:
+        def opened(name: str, cache: ts.Context) -> ts.TensorStore:
             store = {"driver": "ocdbt", "base": f"file://{directory}", "path": name}
-            return ts.open({"driver": "zarr", "kvstore": store}, open=True).result()
+            spec = {"driver": "zarr", "kvstore": store, "recheck_cached_data": "open"}
+            return ts.open(spec, open=True, context=cache).result()
 
-        return {name: opened(name) for name in _metadata(directory)}
+        # A part of an array is decoded with all that its device held. One such chunk is kept (and
+        # a quarter more, for what is known of it), so that reading expert after expert of it does
+        # not decode it for each.
+        names = list(_metadata(directory))
+        largest = max(_chunk_bytes(opened(name, ts.Context())) for name in names)
+        cache = ts.Context({"cache_pool": {"total_bytes_limit": largest * 5 // 4}})
+        return {name: opened(name, cache) for name in names}
 
     def _steps(self) -> Iterator[int]:
         if self.directory.is_dir():
@@ -185,6 +193,12 @@ def eval_loss_of(directory: Path) -> float | None:
         return json.loads((directory / RUN).read_text())["eval_loss"]
     except (OSError, ValueError, KeyError):
         return None  # `latest` and `restore` say what is wrong with the step
+
+
+def _chunk_bytes(array: ts.TensorStore) -> int:
+    """Of the smallest part that is read at once."""
+    shape: Any = array.chunk_layout.read_chunk.shape or ()  # None of a single number
+    return math.prod(shape) * array.dtype.numpy_dtype.itemsize
 
 
 def _metadata(directory: Path) -> dict[str, Any]:

@@ -179,6 +179,16 @@ MISTAKES = {
     "d_model": ("--model.d-model 0", "^model.d_model must be positive, got 0$"),
     "experts 0": ("--model.num-experts 0", "model.num_experts must be positive, got 0"),
     "capacity": ("--model.capacity-factor -1", "model.capacity_factor must be positive, got -1.0"),
+    "slots": ("--model.expert-capacity 0", "model.expert_capacity must be positive, got 0"),
+    "slots twice": (
+        "--model.expert-capacity 4 --model.eval-capacity-factor 2",
+        "^model.expert_capacity 4 holds at evaluation too: leave out .*eval_capacity_factor 2.0$",
+    ),
+    "padding where experts choose": (
+        "--model.architecture encoder_decoder --model.encoder-router expert_choice "
+        "--model.padding-is-routed",
+        "^model.padding_is_routed is for tokens that choose .*encoder_router expert_choice$",
+    ),
     "group": ("--model.group-size 0", "model.group_size must be positive, got 0"),
     "top_k": ("--model.top-k 9", "^model.top_k must be at most model.num_experts 8, got 9$"),
     "top_k 0": ("--model.top-k 0", "^model.top_k must be positive, got 0$"),
@@ -284,6 +294,18 @@ def test_a_run_goes_on_only_as_itself(refused, finished, words, answer):
         ("tokenizer train --out x --files {folder}/*.text", "no file matches '{folder}/*.text'"),
         ("tokenizer train --out x --vocab-size 0", "tokenizer.vocab_size must be positive, got 0"),
         ("tokenizer train --out {folder}/good.txt/x --files {folder}/good.txt", "too large"),
+        ("convert", "no command 'convert'; there are train, "),
+        ("convert hf-to-switch a b", "did you mean convert hf-to-switchjax?"),
+        ("convert hf-to-switchjax {folder}/none {folder}/x", "none holds no Hugging Face model"),
+        ("convert hf-to-switchjax {folder}", "--out is missing"),
+        ("convert hf-to-switchjax a b c", "unexpected argument 'c'"),
+        ("convert hf-to-switchjax a b --hf-semantic", "did you mean --hf-semantics?"),
+        ("convert switchjax-to-hf {folder}/none {folder}/x", "none holds no run"),
+        (
+            "convert switchjax-to-hf {finished} {finished}",
+            "finished holds a run or weights already",
+        ),
+        ("convert switchjax-to-hf {finished} {folder}/x", "no such model: model.architecture deco"),
     ],
 )
 def test_mistakes_of_other_commands(refused, folder, finished, words, answer):
@@ -315,6 +337,8 @@ def test_too_many_devices_are_asked_for_elsewhere(folder, monkeypatch):  # case 
         ("plan --help", "--batch-tokens"),
         ("tokenizer train --help", "--vocab-size"),
         ("tokenizer --help", "tokenizer train"),
+        ("convert hf-to-switchjax --help", "--hf-semantics"),
+        ("convert switchjax-to-hf --help", "--dtype"),
         ("train --model.num-expert 4", "did you mean --model.num-experts?"),
     ],
 )

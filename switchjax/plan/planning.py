@@ -9,7 +9,7 @@ from pathlib import Path
 from rich.console import Console
 from rich.progress import Progress
 
-from switchjax.config import PlanConfig, RunConfig
+from switchjax.config import RunConfig
 from switchjax.errors import UserError
 from switchjax.mesh import read_mesh
 from switchjax.plan import explain, report
@@ -17,6 +17,7 @@ from switchjax.plan.candidates import Candidate, candidates, check
 from switchjax.plan.compiling import Answer, Failure, Program, compile_all, has_compiler
 from switchjax.plan.drops import expected_drops, measured_loads
 from switchjax.plan.hardware import Hardware, read_hardware, whole_nodes
+from switchjax.plan.options import PlanConfig
 from switchjax.plan.ranking import Row, best_of_each, estimate, ranked, with_program
 from switchjax.plan.sizes import Sizes
 

@@ -8,12 +8,13 @@ import pytest
 from test_absent import linux
 from test_ranking import CONFIG, H200
 
-from switchjax.config import DataConfig, PlanConfig
+from switchjax.config import DataConfig
 from switchjax.errors import UserError
 from switchjax.mesh import read_mesh
 from switchjax.plan import compiling
 from switchjax.plan.candidates import Candidate
 from switchjax.plan.compiling import Failure, Program, compile_all
+from switchjax.plan.options import PlanConfig
 from switchjax.plan.planning import plan
 from switchjax.plan.ranking import estimate, with_program
 

@@ -15,6 +15,7 @@ import shutil
 import tempfile
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,7 @@ import jax
 import orbax.checkpoint as ocp
 from orbax.checkpoint.checkpoint_managers import PreservationContext
 
+from switchjax import processes
 from switchjax.config import RunConfig, to_dict
 from switchjax.errors import UserError
 from switchjax.saved_steps import (
@@ -48,8 +50,9 @@ class _Pending:
 
 
 class Checkpoints(SavedSteps):
-    """Saves in the background; keeps the newest steps and the best. One writer a directory.
+    """Saves in the background; keeps the newest steps and the best. One run a directory.
 
+    All processes of the run save together, each its own part of the arrays; process 0 seals.
     `on_commit(step)` is called once a step is on disk, from `poll`, `save`, `wait` or `close`;
     a failed write is raised from the first of them that comes after it.
     """
@@ -57,6 +60,7 @@ class Checkpoints(SavedSteps):
     def __init__(self, directory: Path, *, keep: int, on_commit: Callable[[int], None]) -> None:
         super().__init__(directory)
         _require_writable(self.directory)
+        self._require_shared()
         logging.getLogger("absl").addFilter(_is_news)
         self._interrupted = self._remove_temporary()
         self._on_commit = on_commit
@@ -93,8 +97,8 @@ class Checkpoints(SavedSteps):
         self._finish()
         run = {"config": to_dict(config), "data_state": data_state, "eval_loss": eval_loss}
         pending = _Pending(step, json.dumps(run, indent=1))
-        if self.path(step).exists():
-            if self._damage(step) is None:
+        if processes.from_writer(self.path(step).exists):
+            if processes.from_writer(partial(self._damage, step)) is None:
                 raise UserError(f"step {step} is already saved in {self.directory}")
             self._manager.delete(step)
         self._checked.pop(step, None)
@@ -135,8 +139,10 @@ class Checkpoints(SavedSteps):
         except Exception as raised:
             error = raised
         self._pending = None
-        # Orbax takes its own word for it; the disk has the last one.
-        committed = (self.path(step) / MANIFEST).is_file()
+        # Orbax takes its own word for it; the disk has the last one, which a network may show
+        # late to processes other than the one that seals.
+        manifest = self.path(step) / MANIFEST
+        committed = manifest.is_file() if processes.is_writer() else error is None
         if committed:
             self._on_commit(step)
         if committed and error is not None:
@@ -172,10 +178,25 @@ class Checkpoints(SavedSteps):
         """Whether `step` may count among those kept: not damaged as far as a glance shows."""
         return self._checked.get(step) is None and damage_in(self.path(step), glance=True) is None
 
+    def _require_shared(self) -> None:
+        """Each process must see what process 0 writes, and must have its own writes seen.
+
+        Raises:
+            UserError: in the process that does not.
+        """
+        with tempfile.NamedTemporaryFile(dir=self.directory) as mark:
+            for process, path in enumerate(processes.gather(mark.name)):
+                if not Path(path).exists():
+                    raise UserError(
+                        f"process {processes.index()} does not see what process {process} writes "
+                        f"to {self.directory}: all need the same directory"
+                    )
+            processes.meet()  # before the file goes
+
     def _remove_temporary(self) -> set[int]:
         """The steps whose save was cut off; removes what it left."""
         left = list(self.directory.glob(f"*{_TEMPORARY}*"))
-        if jax.process_index() == 0:
+        if processes.is_writer():
             for path in left:
                 shutil.rmtree(path, ignore_errors=True)
         names = (path.name.partition(_TEMPORARY)[0] for path in left)

@@ -11,6 +11,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from typing import NamedTuple
@@ -19,18 +20,19 @@ import jax
 import jax.numpy as jnp
 from rich.console import Console
 
-from switchjax import setup
+from switchjax import processes, setup
 from switchjax.batch import Batch
 from switchjax.checkpoint import Checkpoints
-from switchjax.config import RunConfig, write_config
+from switchjax.config import DistributedConfig, RunConfig, to_dict, write_config
 from switchjax.data.pipeline import Data
 from switchjax.errors import NonFiniteError, UserError
 from switchjax.evaluate import EvalStep, evaluate
 from switchjax.layout import Layout
+from switchjax.mesh import MeshShape
 from switchjax.metrics import StepMetrics, router_record
 from switchjax.model import switch_layer_names
 from switchjax.moe.layer import RouterStats
-from switchjax.runlog import RunLog
+from switchjax.runlog import RunLog, SilentLog
 from switchjax.saved_steps import named_leaves
 from switchjax.state import TrainState, abstract_state, count_parameters, init_state
 from switchjax.step import eval_step, train_step
@@ -49,28 +51,47 @@ class Result(NamedTuple):
     """What cut the run short."""
 
 
-def train(config: RunConfig, console: Console | None = None) -> Result:
+def train(
+    config: RunConfig,
+    console: Console | None = None,
+    distributed: DistributedConfig | None = None,
+) -> Result:
     """Trains to `config.steps`, or until SIGTERM or Ctrl-C, which save first.
+
+    Of several processes all train and save together, and the first alone writes and prints.
 
     Raises:
         UserError: something does not fit; before any long work where that can be known.
         NonFiniteError: a loss or gradient is infinite or NaN; the last checkpoint is intact.
+        ElsewhereError: another process of this run has failed, or is gone.
     """
-    console = console or Console()
     shape = setup.check(config)
     setup.check_directory(Path(config.out), resume=config.resume)
-    mesh = setup.start_devices(config, shape)
-    _say(console, "reading the text ...")
-    data = setup.read_data(config, eval_batches=config.eval_batches)
-    try:
-        with ExitStack() as stack:
-            stack.callback(data.train.close)
-            stack.enter_context(jax.set_mesh(mesh))
-            checkpoints = _open_checkpoints(config, console)
-            stack.callback(checkpoints.close)
-            run = _Run(config, Layout.of(shape), data, checkpoints, console)
+    processes.join(distributed, {"run": to_dict(config), "mesh": asdict(shape)})
+    console = (console or Console()) if processes.is_writer() else Console(quiet=True)
+    with processes.telling_others(), _full_disk_in_one_line(config.out):
+        result, data = _train(config, shape, console)
+    processes.finish()
+    _say_end(result, data, console)
+    return result
+
+
+def _train(config: RunConfig, shape: MeshShape, console: Console) -> tuple[Result, Data]:
+    with ExitStack() as stack:
+        mesh = setup.start_devices(config, shape)
+        stack.enter_context(jax.set_mesh(mesh))
+        layout = Layout.of(shape)
+        _say(console, "reading the text ...")
+        data = setup.read_data(config, layout, eval_batches=config.eval_batches)
+        stack.callback(data.train.close)
+        checkpoints = _open_checkpoints(config, console)
+        stack.callback(checkpoints.close)
+        run = _Run(config, layout, data, checkpoints, console)
+        # Others learn of a failure before anything is closed here, which may wait for them.
+        with processes.telling_others(), _full_disk_in_one_line(config.out):
             start = _start(run)
-            write_config(config)
+            if processes.is_writer():
+                write_config(config)
             _say(
                 console,
                 f"mesh {shape.name} ({shape}) on {mesh.devices.flat[0].platform}",
@@ -81,15 +102,19 @@ def train(config: RunConfig, console: Console | None = None) -> Result:
             )
             compiled = _compile(run, start.state)
             log = stack.enter_context(_open_log(config, start.step + 1, console))
-            result = _loop(run, start, compiled, log)
+            return _loop(run, start, compiled, log), data
+
+
+@contextmanager
+def _full_disk_in_one_line(out: str) -> Iterator[None]:
+    try:
+        yield
     except OSError as error:
         if error.errno not in _DISK_FULL:
             raise
         if (first := _earlier(error)) is not None:
             raise first from None
-        raise UserError(f"cannot write to {config.out}: {error.strerror}") from error
-    _say_end(result, data, console)
-    return result
+        raise UserError(f"cannot write to {out}: {error.strerror}") from error
 
 
 def _earlier(error: BaseException) -> UserError | NonFiniteError | None:
@@ -124,6 +149,7 @@ class _Compiled(NamedTuple):
     train_step: Callable[[TrainState, Batch], tuple[TrainState, StepMetrics]]
     eval_step: EvalStep
     are_finite: Callable[[TrainState], dict[str, jax.Array]]
+    largest: Callable[[jax.Array], jax.Array]
 
 
 def _say(console: Console, *lines: str) -> None:
@@ -140,6 +166,8 @@ def _open_checkpoints(config: RunConfig, console: Console) -> Checkpoints:
 
 
 def _open_log(config: RunConfig, first_step: int, console: Console) -> RunLog:
+    if not processes.is_writer():
+        return SilentLog()
     return RunLog(
         Path(config.out),
         total_steps=config.steps,
@@ -188,8 +216,10 @@ def _compile(run: _Run, state: TrainState) -> _Compiled:
         jax.jit(step, donate_argnums=0).lower(state, batch).compile(compiler_options=options),
         jax.jit(eval_step).lower(state.model, state.router_bias_XE, batch).compile(),
         jax.jit(_are_finite).lower(state).compile(),
+        jax.jit(jnp.max).lower(run.layout.place_words(0)).compile(),
     )
     _say(run.console, f"compiled in {time.perf_counter() - began:.1f} s")
+    processes.meet()
     return compiled
 
 
@@ -215,7 +245,8 @@ def _loop(run: _Run, start: _Start, compiled: _Compiled, log: RunLog) -> Result:
     eval_batches = [layout.place(batch) for batch in data.eval_batches]
     report = _Report(log, start.tokens)
     number, state, evaluation, stop = start.step, start.state, None, None
-    with _stop_signal() as stopped, jax.transfer_guard("disallow"):
+    with _stop_signal() as received, jax.transfer_guard("disallow"):
+        stopped = received if processes.count() == 1 else _together(received, layout, compiled)
         while number < config.steps and stop is None:
             number += 1
             report.begin()
@@ -306,6 +337,24 @@ class _Report:
         self._steps += 1
         self._fell_back += router is not None and bool(router.fell_back.any())
         return self._fell_back / self._steps
+
+
+def _together(
+    received: Callable[[], signal.Signals | None], layout: Layout, compiled: _Compiled
+) -> Callable[[], signal.Signals | None]:
+    """Gives a function that says in all processes the same, once a step: stop, and for what.
+
+    It is what any of them had received a step before: the answer came with that step's metrics,
+    so that nobody waits for it.
+    """
+    waiting: list[jax.Array] = []
+
+    def stopped() -> signal.Signals | None:
+        waiting.append(compiled.largest(layout.place_words(received() or 0)))
+        number = int(jax.device_get(waiting.pop(0))) if len(waiting) > 1 else 0
+        return signal.Signals(number) if number else None
+
+    return stopped
 
 
 @contextmanager

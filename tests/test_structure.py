@@ -15,7 +15,7 @@ FILES = sorted(PACKAGE.rglob("*.py"))
 # DESIGN, section 4: a module imports only from rows above its own. A folder stands for all in it.
 ROWS = (
     ("axes", "batch", "config", "errors", "presets"),
-    ("layout", "mesh"),
+    ("layout", "mesh", "processes"),
     ("moe.grouped", "moe.pieces", "moe.products", "moe.routing", "moe.varying", "nn"),
     ("moe.dispatch",),
     ("moe.experts",),

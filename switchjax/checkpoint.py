@@ -12,6 +12,7 @@ import math
 import os
 import re
 import shutil
+import sys
 import tempfile
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -64,12 +65,15 @@ class Checkpoints(SavedSteps):
         logging.getLogger("absl").addFilter(_is_news)
         self._interrupted = self._remove_temporary()
         self._on_commit = on_commit
+        self._barrier = ocp.multihost.get_barrier_sync_fn()
+        self._failed_here = False
         self._pending: _Pending | None = None
         self._losses = {step: eval_loss_of(self.path(step)) for step in self._steps()}
         options = ocp.CheckpointManagerOptions(
             preservation_policy=_NewestAndBest(keep, self._losses, self._is_sound),
             async_options=ocp.options.AsyncOptions(
                 post_finalization_callback=self._seal,
+                barrier_sync_fn=self._wait_for_others,
                 # Else threads that wait for a directory hold up the exit of a failed run
                 # for five minutes.
                 create_directories_asynchronously=False,
@@ -115,7 +119,9 @@ class Checkpoints(SavedSteps):
 
     def poll(self) -> None:
         """Reports a save that has ended, well or not. Cheap: call it every step."""
-        if self._pending is not None and not self._manager.is_saving_in_progress():
+        if self._pending is None:
+            return
+        if self._failed_here or not self._manager.is_saving_in_progress():
             self._finish()
 
     def wait(self) -> None:
@@ -173,6 +179,17 @@ class Checkpoints(SavedSteps):
         temporary = self.directory / f"{self._pending.step}{_TEMPORARY}"
         (temporary / RUN).write_text(self._pending.run)
         (temporary / MANIFEST).write_text(json.dumps({"files": digests(temporary)}, indent=1))
+
+    def _wait_for_others(self, *, key: str, timeout_ms: int) -> None:
+        """Orbax's barrier, in its threads; one whose save has failed comes by and must not wait.
+
+        The others would not come, and the failure is known only after the barrier.
+        """
+        error = sys.exc_info()[1]
+        if error is not None:
+            self._failed_here = True
+            raise error
+        self._barrier(key=key, timeout_ms=timeout_ms)
 
     def _is_sound(self, step: int) -> bool:
         """Whether `step` may count among those kept: not damaged as far as a glance shows."""

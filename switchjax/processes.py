@@ -156,6 +156,7 @@ def _check_coordinator(coordinator: str, process_id: int | None, timeout: int) -
 
 
 def _initialize(arguments: dict, timeout: int) -> None:
+    _keep_stdout_for_python()
     # Its handler would swallow SIGTERM; ours stops all processes after the same step.
     jax.config.update("jax_enable_preemption_service", False)
     where = arguments.get("coordinator_address") or arguments["cluster_detection_method"]
@@ -175,6 +176,17 @@ def _initialize(arguments: dict, timeout: int) -> None:
         raise UserError(f"cannot start several processes: {_first_line(error)}") from error
     finally:
         timer.cancel()
+
+
+def _keep_stdout_for_python() -> None:
+    """Gloo reports every connection on C's stdout, in pieces, in the midst of our lines."""
+    if sys.stdout.fileno() != 1:
+        return  # a notebook's own, or a test's
+    sys.stdout.flush()
+    ours, nowhere = os.dup(1), os.open(os.devnull, os.O_WRONLY)
+    os.dup2(nowhere, 1)
+    os.close(nowhere)
+    sys.stdout = open(ours, "w", encoding=sys.stdout.encoding, errors=sys.stdout.errors)
 
 
 # --- Agreement ------------------------------------------------------------------------------

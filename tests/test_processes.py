@@ -18,7 +18,7 @@ import jax
 import numpy as np
 import pytest
 
-from switchjax import mesh, setup
+from switchjax import mesh, processes, setup
 from switchjax.config import DistributedConfig, read_config
 from switchjax.errors import UserError
 from switchjax.layout import Layout
@@ -274,3 +274,110 @@ def test_a_failed_write_in_one_process_ends_all_with_one_line(begin, tmp_path, p
     (line,) = failed.errors.splitlines()
     assert "File too large" in line
     assert other.errors == f"switchjax: process {process}: {line.removeprefix('switchjax: ')}\n"
+
+
+@pytest.mark.parametrize(
+    ("each", "line"),
+    [
+        ([["--seed=1"], ["--seed=2"]], r"processes 0 and 1 disagree: run.seed is 1 and 2"),
+        (
+            [[], ["--distributed.num-processes=3"]],
+            "processes 0 and 1 disagree: num_processes is 2 and 3",
+        ),
+    ],
+)
+def test_processes_that_disagree(begin, tmp_path, each, line):
+    results = ended(begin(2, tmp_path / "run", each=each))
+    assert [result.status for result in results] == [2, 2]
+    assert {result.errors for result in results} == {f"switchjax: {line}\n"}
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize("process", [0, 1])
+def test_the_others_do_not_come(start, text, tmp_path, process):
+    words = ["--distributed.timeout", "2", *distributed("127.0.0.1:1", 2, process)]
+    if not process:
+        with socket.create_server(("127.0.0.1", 0)) as free:
+            words[2] = f"--distributed.coordinator=127.0.0.1:{free.getsockname()[1]}"
+    (result,) = ended(start(1, "train", *SMALL, "--out", tmp_path / "run", *words))
+    assert result.status == 2
+    (line,) = result.errors.splitlines()
+    assert "not all processes of this run have come together at 127.0.0.1:" in line
+    assert "within 2 s" in line
+
+
+def test_an_address_that_cannot_be():
+    def refused(coordinator, process_id=1):
+        config = DistributedConfig(
+            coordinator=coordinator, num_processes=2, process_id=process_id, timeout=1
+        )
+        with pytest.raises(UserError) as error:
+            processes.join(config, {})
+        return str(error.value)
+
+    line = refused("no-such-machine.invalid:1234")
+    assert line.startswith("distributed.coordinator no-such-machine.invalid:1234: ")
+    with socket.create_server(("", 0)) as taken:
+        port = taken.getsockname()[1]
+        line = refused(f"127.0.0.1:{port}", process_id=0)
+    assert f"port {port} of this machine: Address already in use" in line
+
+
+@pytest.mark.parametrize(
+    ("values", "line"),
+    [
+        ({"coordinator": "a:1"}, r"each needs --distributed.num-processes, .*process-id too"),
+        ({"num_processes": 2}, r"each needs --distributed.coordinator, .*process-id too"),
+        ({"coordinator": "a"}, r"coordinator must be host:port, got 'a'"),
+        ({"coordinator": "a:70000"}, r"coordinator must be host:port, got 'a:70000'"),
+        ({"process_id": 2}, r"process_id must be .* below distributed.num_processes 2, got 2"),
+        ({"num_processes": 0}, r"num_processes must be positive, got 0"),
+        ({"timeout": 0}, r"timeout must be positive, got 0"),
+    ],
+)
+def test_options_that_cannot_be(values, line):
+    whole = {"coordinator": "a:1", "num_processes": 2, "process_id": 0}
+    partial = line.startswith("each")
+    with pytest.raises(UserError, match=line):
+        DistributedConfig(**(values if partial else whole | values))
+
+
+# --- Clusters -------------------------------------------------------------------------------
+
+SLURM = {
+    "SLURM_JOB_ID": "7",
+    "SLURM_STEP_NODELIST": "node[1-2]",
+    "SLURM_NTASKS": "8",
+    "SLURM_PROCID": "3",
+    "SLURM_LOCALID": "3",
+    "SLURM_STEP_NUM_TASKS": "8",
+}
+
+
+@pytest.mark.parametrize(
+    ("environment", "cluster"),
+    [
+        ({}, None),
+        (SLURM, "slurm"),
+        # A tool in a job's script, and a step of one task in a job of many.
+        ({name: SLURM[name] for name in ("SLURM_JOB_ID", "SLURM_NTASKS", "SLURM_PROCID")}, None),
+        (SLURM | {"SLURM_STEP_NUM_TASKS": "1"}, None),
+        ({"OMPI_COMM_WORLD_SIZE": "2"}, "ompi"),
+        (SLURM | {"OMPI_COMM_WORLD_SIZE": "2"}, "ompi"),  # mpirun starts its own step
+        ({"OMPI_COMM_WORLD_SIZE": "1"}, None),
+        ({"KUBERNETES_SERVICE_HOST": "10.0.0.1", "JOB_COMPLETION_INDEX": "0"}, "k8s"),
+        ({"KUBERNETES_SERVICE_HOST": "10.0.0.1"}, None),  # a notebook in a pod
+    ],
+)
+def test_clusters_by_their_environment(environment, cluster):
+    assert cluster_of(environment) == cluster
+
+
+def test_a_cluster_that_needs_a_package(monkeypatch):
+    monkeypatch.setenv("KUBERNETES_SERVICE_HOST", "10.0.0.1")
+    monkeypatch.setenv("JOB_COMPLETION_INDEX", "0")
+    monkeypatch.setitem(sys.modules, "kubernetes", None)  # as where it is not installed
+    with pytest.raises(UserError, match="needs the package kubernetes: install it, or give"):
+        processes.join(None, {})
+    processes.join(DistributedConfig(num_processes=1), {})  # alone, in a sweep of pods
+    assert processes.count() == 1

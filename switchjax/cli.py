@@ -138,7 +138,7 @@ def _train(words: Sequence[str], experiment: RunConfig | None = None) -> int:
         flags = _TrainFlags(preset=preset or "tiny", config=start)
         flags = _parse(_TrainFlags, words, "switchjax train", flags)
 
-    from switchjax.processes import leaving
+    from switchjax.ending import leaving
     from switchjax.train import train
 
     with leaving():
@@ -152,8 +152,9 @@ def _eval(words: Sequence[str]) -> int:
         words = ["--run", *words]
     flags = _parse(_EvalFlags, words, "switchjax eval", _EvalFlags(config=EvalConfig()))
 
+    from switchjax.ending import leaving
     from switchjax.evaluate import evaluate_run
-    from switchjax.processes import is_writer, leaving
+    from switchjax.processes import is_writer
 
     with leaving():
         record = evaluate_run(flags.config, flags.distributed)

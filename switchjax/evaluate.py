@@ -8,7 +8,7 @@ from dataclasses import asdict, replace
 import jax
 import numpy as np
 
-from switchjax import processes, setup
+from switchjax import cluster, ending, processes, setup
 from switchjax.batch import Batch
 from switchjax.config import DistributedConfig, EvalConfig, read_config
 from switchjax.errors import UserError
@@ -73,9 +73,9 @@ def evaluate_run(
         devices=config.devices,
     )
     shape = setup.check(run)
-    processes.join(distributed, {"eval": asdict(config), "run": asdict(run), "mesh": asdict(shape)})
+    cluster.join(distributed, {"eval": asdict(config), "run": asdict(run), "mesh": asdict(shape)})
     with ExitStack() as stack:
-        stack.enter_context(processes.telling_others())
+        stack.enter_context(ending.telling_others())
         saved = SavedSteps(setup.checkpoint_directory(config.run))
         step = _step_of(config, saved)
         stack.enter_context(jax.set_mesh(setup.start_devices(run, shape)))
@@ -88,7 +88,7 @@ def evaluate_run(
         processes.meet()
         batches = (layout.place(batch) for batch in data.eval_batches)
         record = evaluate(state, batches, compiled)
-    processes.finish()
+    ending.finish()
     return {"step": step} | record | {"unigram_entropy": data.unigram_entropy}
 
 

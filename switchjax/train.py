@@ -20,7 +20,7 @@ import jax
 import jax.numpy as jnp
 from rich.console import Console
 
-from switchjax import processes, setup
+from switchjax import cluster, ending, processes, setup
 from switchjax.batch import Batch
 from switchjax.checkpoint import Checkpoints
 from switchjax.config import DistributedConfig, RunConfig, to_dict, write_config
@@ -67,11 +67,11 @@ def train(
     """
     shape = setup.check(config)
     setup.check_directory(Path(config.out), resume=config.resume)
-    processes.join(distributed, {"run": to_dict(config), "mesh": asdict(shape)})
+    cluster.join(distributed, {"run": to_dict(config), "mesh": asdict(shape)})
     console = (console or Console()) if processes.is_writer() else Console(quiet=True)
-    with processes.telling_others(), _full_disk_in_one_line(config.out):
+    with ending.telling_others(), _full_disk_in_one_line(config.out):
         result, data = _train(config, shape, console)
-    processes.finish()
+    ending.finish()
     _say_end(result, data, console)
     return result
 
@@ -88,7 +88,7 @@ def _train(config: RunConfig, shape: MeshShape, console: Console) -> tuple[Resul
         stack.callback(checkpoints.close)
         run = _Run(config, layout, data, checkpoints, console)
         # Others learn of a failure before anything is closed here, which may wait for them.
-        with processes.telling_others(), _full_disk_in_one_line(config.out):
+        with ending.telling_others(), _full_disk_in_one_line(config.out):
             start = _start(run)
             if processes.is_writer():
                 write_config(config)

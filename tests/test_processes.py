@@ -18,11 +18,10 @@ import jax
 import numpy as np
 import pytest
 
-from switchjax import mesh, processes, setup
+from switchjax import cluster, mesh, processes, setup
 from switchjax.config import DistributedConfig, read_config
 from switchjax.errors import UserError
 from switchjax.layout import Layout
-from switchjax.processes import cluster_of
 from switchjax.saved_steps import SavedSteps, named_leaves
 from switchjax.state import abstract_state
 
@@ -213,7 +212,6 @@ def test_one_process_alone_writes_and_prints(one, two):
     assert {int(path.name) for path in (out / "checkpoints").iterdir()} == {2, 4, 6}
 
 
-@pytest.mark.mesh
 def test_four_processes_go_on_where_two_stopped(begin, one, copy):  # cases 55, 56
     """On a mesh on which two processes each hold the same rows."""
     words = ("--resume", "--steps", MORE_STEPS, "--mesh", "data=2,model=4")
@@ -312,7 +310,7 @@ def test_an_address_that_cannot_be():
             coordinator=coordinator, num_processes=2, process_id=process_id, timeout=1
         )
         with pytest.raises(UserError) as error:
-            processes.join(config, {})
+            cluster.join(config, {})
         return str(error.value)
 
     line = refused("no-such-machine.invalid:1234")
@@ -355,7 +353,7 @@ SLURM = {
 
 
 @pytest.mark.parametrize(
-    ("environment", "cluster"),
+    ("environment", "expected"),
     [
         ({}, None),
         (SLURM, "slurm"),
@@ -369,8 +367,8 @@ SLURM = {
         ({"KUBERNETES_SERVICE_HOST": "10.0.0.1"}, None),  # a notebook in a pod
     ],
 )
-def test_clusters_by_their_environment(environment, cluster):
-    assert cluster_of(environment) == cluster
+def test_clusters_by_their_environment(environment, expected):
+    assert cluster.cluster_of(environment) == expected
 
 
 def test_a_cluster_that_needs_a_package(monkeypatch):
@@ -378,6 +376,6 @@ def test_a_cluster_that_needs_a_package(monkeypatch):
     monkeypatch.setenv("JOB_COMPLETION_INDEX", "0")
     monkeypatch.setitem(sys.modules, "kubernetes", None)  # as where it is not installed
     with pytest.raises(UserError, match="needs the package kubernetes: install it, or give"):
-        processes.join(None, {})
-    processes.join(DistributedConfig(num_processes=1), {})  # alone, in a sweep of pods
+        cluster.join(None, {})
+    cluster.join(DistributedConfig(num_processes=1), {})  # alone, in a sweep of pods
     assert processes.count() == 1

@@ -83,6 +83,10 @@ class Layout:
     def place(self, batch: Batch) -> Batch:
         """The rows of a batch that are `rows_here`, as arrays over the mesh in use."""
         mesh = jax.sharding.get_mesh()
+        if jax.process_count() == 1:  # the same, faster
+            return jax.tree.map(
+                lambda x: jax.device_put(x, NamedSharding(mesh, self.rows(x.ndim))), batch
+            )
         num_parts = math.prod(mesh.shape[axis] for axis in TOKENS)
         num_rows = len(batch.row_B) * num_parts // len(self.rows_here(num_parts))
         here = {row: place for place, row in enumerate(self.rows_here(num_rows))}

@@ -194,7 +194,9 @@ def _start(run: _Run) -> _Start:
             )
         if config.resume:
             _say(run.console, "no step was saved yet: starting from the first")
-        return _Start(0, 0, jax.jit(partial(init_state, config, run.layout))())
+        initial = jax.jit(partial(init_state, config, run.layout)).lower().compile()
+        processes.meet()
+        return _Start(0, 0, initial())
     if step >= config.steps:
         raise UserError(f"the run has {step} steps already: raise --steps above {config.steps}")
     state, saved = checkpoints.restore(step, abstract_state(config, run.layout))

@@ -340,6 +340,14 @@ def test_options_that_cannot_be(values, line):
         DistributedConfig(**(values if partial else whole | values))
 
 
+def test_devices_of_each_process():  # case 25
+    shape = mesh.read_mesh("data8")
+    with pytest.raises(UserError, match="but --devices is 8 in each of 2 processes"):
+        mesh.simulate_devices(8, shape, num_processes=2)
+    with pytest.raises(UserError, match="needs 8 devices .* which 3 processes cannot share"):
+        mesh.simulate_devices(None, shape, num_processes=3)
+
+
 # --- Clusters -------------------------------------------------------------------------------
 
 SLURM = {

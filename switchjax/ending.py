@@ -23,6 +23,7 @@ from switchjax.errors import ElsewhereError, NonFiniteError, UserError
 # Seconds.
 GRACE = 5  # for a process to fail by itself once another one has
 UNWINDING = 10  # for a process that has failed to close its files
+LAST_WORDS = 1  # between a process's word that it goes, and its end
 
 _ONE_LINE = (UserError, NonFiniteError, ElsewhereError)
 _SAYS_LOST = re.compile(r"gloo|NCCL|coordination", re.IGNORECASE)
@@ -133,6 +134,7 @@ class _Listener:
         for other in range(1, processes.count()):
             left = max(deadline - time.monotonic(), 0.001)
             store.blocking_key_value_get(f"{self._place}/gone/{other}", int(left * 1000))
+        time.sleep(LAST_WORDS)
 
     def _tell(self, error: BaseException) -> None:
         note = {"line": _line_of(error), "status": _status_of(error)}

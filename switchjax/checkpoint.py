@@ -73,7 +73,7 @@ class Checkpoints(SavedSteps):
             preservation_policy=_NewestAndBest(keep, self._losses, self._is_sound),
             async_options=ocp.options.AsyncOptions(
                 post_finalization_callback=self._seal,
-                barrier_sync_fn=self._wait_for_others,
+                barrier_sync_fn=self._wait_for_others if processes.count() > 1 else None,
                 # Else threads that wait for a directory hold up the exit of a failed run
                 # for five minutes.
                 create_directories_asynchronously=False,

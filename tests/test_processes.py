@@ -74,15 +74,19 @@ def start(environment):
         each: further words of each process.
         late: seconds between the first process and the others.
         small_files: the process that cannot write a file of more than a few kB.
+        cluster: gives the environment of each, in place of flags.
     """
     started = []
 
-    def run(count, *words, each=None, late=0, small_files=None):
+    def run(count, *words, each=None, late=0, small_files=None, cluster=None):
         with socket.create_server(("127.0.0.1", 0)) as free:
-            address = f"127.0.0.1:{free.getsockname()[1]}"
+            port = free.getsockname()[1]
         group = []
         for process in range(count):
-            flags = [] if count == 1 else distributed(address, count, process)
+            flags = distributed(f"127.0.0.1:{port}", count, process)
+            flags = flags if count > 1 and cluster is None else []
+            around = {} if cluster is None else cluster(count, process)
+            around = environment | around | {"JAX_COORDINATOR_PORT": str(port)}
             own = [] if each is None else each[process]
             command = [sys.executable, "-c", "from switchjax.cli import main; main()"]
             command += [*map(str, words), *flags, *own]
@@ -90,9 +94,7 @@ def start(environment):
                 command = ["sh", "-c", 'ulimit -f 8; exec "$@"', "sh", *command]
             time.sleep(late if process else 0)
             pipe = subprocess.PIPE
-            group.append(
-                subprocess.Popen(command, env=environment, stdout=pipe, stderr=pipe, text=True)
-            )
+            group.append(subprocess.Popen(command, env=around, stdout=pipe, stderr=pipe, text=True))
             started.append(group[-1])
         return group
 
@@ -348,14 +350,39 @@ def test_devices_of_each_process():  # case 25
 
 # --- Clusters -------------------------------------------------------------------------------
 
-SLURM = {
-    "SLURM_JOB_ID": "7",
-    "SLURM_STEP_NODELIST": "node[1-2]",
-    "SLURM_NTASKS": "8",
-    "SLURM_PROCID": "3",
-    "SLURM_LOCALID": "3",
-    "SLURM_STEP_NUM_TASKS": "8",
-}
+
+def slurm(count, process):
+    """What `srun` gives a task."""
+    return {
+        "SLURM_JOB_ID": "7",
+        "SLURM_STEP_NODELIST": "127.0.0.1,node2",
+        "SLURM_NTASKS": str(count),
+        "SLURM_STEP_NUM_TASKS": str(count),
+        "SLURM_PROCID": str(process),
+        "SLURM_LOCALID": str(process),
+    }
+
+
+def open_mpi(count, process):
+    """What `mpirun` of Open MPI 4 gives a process."""
+    return {
+        "OMPI_COMM_WORLD_SIZE": str(count),
+        "OMPI_COMM_WORLD_RANK": str(process),
+        "OMPI_COMM_WORLD_LOCAL_RANK": str(process),
+        "OMPI_MCA_orte_hnp_uri": "1531576320.0;tcp://127.0.0.1:34911",
+    }
+
+
+@pytest.mark.parametrize("cluster", [slurm, open_mpi])
+def test_processes_of_a_cluster_find_each_other(begin, tmp_path, cluster):
+    """They know it when they tell of each other's mistakes."""
+    results = ended(begin(2, tmp_path, each=[["--seed=1"], ["--seed=2"]], cluster=cluster))
+    assert {result.errors for result in results} == {
+        "switchjax: processes 0 and 1 disagree: run.seed is 1 and 2\n"
+    }
+
+
+SLURM = slurm(8, 3)
 
 
 @pytest.mark.parametrize(

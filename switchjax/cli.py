@@ -14,15 +14,21 @@ import re
 import signal
 import sys
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, fields, is_dataclass, replace
+from dataclasses import dataclass, field, fields, is_dataclass, replace
 from pathlib import Path
-from typing import Annotated, Any, NoReturn
+from typing import Annotated, Any, NoReturn, get_args, get_origin
 
 import tyro
 
-from switchjax.config import EvalConfig, RunConfig, TokenizerConfig, UpcycleConfig, read_config
+from switchjax.config import (
+    DistributedConfig,
+    EvalConfig,
+    RunConfig,
+    TokenizerConfig,
+    read_config,
+)
 from switchjax.errors import NonFiniteError, UserError, unknown
-from switchjax.interop.options import FromHuggingFace, ToHuggingFace
+from switchjax.interop.options import FromHuggingFace, ToHuggingFace, UpcycleConfig
 from switchjax.presets import PRESETS
 
 _USAGE = """\
@@ -47,6 +53,23 @@ class _TrainFlags:
     preset: Annotated[str, tyro.conf.arg(metavar="{" + ",".join(PRESETS) + "}")] = "tiny"
     """Where all other options start from."""
     config: Annotated[RunConfig, tyro.conf.arg(name="")]
+    distributed: DistributedConfig = field(default_factory=DistributedConfig)
+
+
+@dataclass(frozen=True, kw_only=True)
+class _ExperimentFlags:
+    """Train a model as this experiment does, or with other numbers."""
+
+    config: Annotated[RunConfig, tyro.conf.arg(name="")]
+    distributed: DistributedConfig = field(default_factory=DistributedConfig)
+
+
+@dataclass(frozen=True, kw_only=True)
+class _EvalFlags:
+    """Evaluation of a run's checkpoint on the run's held-out text."""
+
+    config: Annotated[EvalConfig, tyro.conf.arg(name="")]
+    distributed: DistributedConfig = field(default_factory=DistributedConfig)
 
 
 def main(config: RunConfig | None = None) -> NoReturn:
@@ -122,14 +145,17 @@ def _train(words: Sequence[str], experiment: RunConfig | None = None) -> int:
     elif (source := _value("--init-from", words)) is not None:
         start = _from_weights(start, source)
     if experiment is not None:
-        config = _parse(RunConfig, words, Path(sys.argv[0]).name, start)
+        flags = _ExperimentFlags(config=start)
+        flags = _parse(_ExperimentFlags, words, Path(sys.argv[0]).name, flags)
     else:
         flags = _TrainFlags(preset=preset or "tiny", config=start)
-        config = _parse(_TrainFlags, words, "switchjax train", flags).config
+        flags = _parse(_TrainFlags, words, "switchjax train", flags)
 
+    from switchjax.ending import leaving
     from switchjax.train import train
 
-    result = train(config)
+    with leaving():
+        result = train(flags.config, distributed=flags.distributed)
     return 0 if result.signal is None else 128 + result.signal
 
 
@@ -144,12 +170,17 @@ def _from_weights(start: RunConfig, source: str) -> RunConfig:
 
 def _eval(words: Sequence[str]) -> int:
     words = _flagged(words, "--run")
-    config = _parse(EvalConfig, words, "switchjax eval", EvalConfig())
+    flags = _parse(_EvalFlags, words, "switchjax eval", _EvalFlags(config=EvalConfig()))
 
+    from switchjax.ending import leaving
     from switchjax.evaluate import evaluate_run
+    from switchjax.processes import is_writer
 
-    for name, value in evaluate_run(config).items():
-        print(f"{name.replace('_', ' '):16} {value:.6g}")
+    with leaving():
+        record = evaluate_run(flags.config, flags.distributed)
+    if is_writer():
+        for name, value in record.items():
+            print(f"{name.replace('_', ' '):16} {value:.6g}")
     return 0
 
 
@@ -277,10 +308,11 @@ def _reworded(answer: str, kind: type) -> str:
 
 
 def _options(kind: type, prefix: str = "--") -> Iterator[str]:
-    for field in fields(kind):
-        if field.type == Annotated[RunConfig, tyro.conf.arg(name="")]:
-            yield from _options(RunConfig)
-        elif isinstance(field.type, type) and is_dataclass(field.type):
-            yield from _options(field.type, f"{prefix}{field.name}.")
+    for option in fields(kind):
+        nested = get_args(option.type)[0] if get_origin(option.type) is Annotated else None
+        if isinstance(nested, type) and is_dataclass(nested):
+            yield from _options(nested)  # under no name of its own
+        elif isinstance(option.type, type) and is_dataclass(option.type):
+            yield from _options(option.type, f"{prefix}{option.name}.")
         else:
-            yield prefix + field.name.replace("_", "-")
+            yield prefix + option.name.replace("_", "-")

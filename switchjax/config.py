@@ -18,22 +18,24 @@ Wire = Literal["compute", "bfloat16", "float8"]
 RouterKind = Literal["top_k", "expert_choice"]
 
 
-def _require(condition: bool, message: str) -> None:
+def require(condition: bool, message: str) -> None:
+    """Raises UserError with the message unless the condition holds."""
     if not condition:
         raise UserError(message)
 
 
-def _require_positive(section: str, config: object, *names: str) -> None:
+def require_positive(section: str, config: object, *names: str) -> None:
+    """Raises UserError unless these fields of a config are positive and finite."""
     for name in names:
         value = getattr(config, name)
-        _require(value > 0, f"{section}.{name} must be positive, got {value}")
-        _require(value < math.inf, f"{section}.{name} must be finite, got {value}")
+        require(value > 0, f"{section}.{name} must be positive, got {value}")
+        require(value < math.inf, f"{section}.{name} must be finite, got {value}")
 
 
 def _require_fraction(section: str, config: object, *names: str) -> None:
     for name in names:
         value = getattr(config, name)
-        _require(0 <= value < 1, f"{section}.{name} must be at least 0 and below 1, got {value}")
+        require(0 <= value < 1, f"{section}.{name} must be at least 0 and below 1, got {value}")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -102,48 +104,48 @@ class ModelConfig:
     """Compile one period and loop over it; off, every layer is compiled apart."""
 
     def __post_init__(self) -> None:
-        _require_positive(
+        require_positive(
             "model", self, "vocab_size", "d_model", "d_ff", "num_heads", "d_kv", "num_layers"
         )
-        _require_positive("model", self, "num_experts", "top_k", "capacity_factor", "init_scale")
+        require_positive("model", self, "num_experts", "top_k", "capacity_factor", "init_scale")
         _require_fraction("model", self, "jitter", "dropout")
         if self.expert_dropout is not None:
             _require_fraction("model", self, "expert_dropout")
         if self.eval_capacity_factor is not None:
-            _require_positive("model", self, "eval_capacity_factor")
+            require_positive("model", self, "eval_capacity_factor")
         for name in ("group_size", "expert_capacity"):
             if getattr(self, name) is not None:
-                _require_positive("model", self, name)
-        _require(
+                require_positive("model", self, name)
+        require(
             self.expert_capacity is None or self.eval_capacity_factor is None,
             f"model.expert_capacity {self.expert_capacity} holds at evaluation too: leave out "
             f"model.eval_capacity_factor {self.eval_capacity_factor}",
         )
-        _require(
+        require(
             not self.padding_is_routed or self.encoder_router == "top_k",
             "model.padding_is_routed is for tokens that choose their experts: leave it out with "
             f"model.encoder_router {self.encoder_router}",
         )
-        _require(self.moe_every >= 0, f"model.moe_every must be 0 or more, got {self.moe_every}")
-        _require(
+        require(self.moe_every >= 0, f"model.moe_every must be 0 or more, got {self.moe_every}")
+        require(
             self.num_layers % max(self.moe_every, 1) == 0,
             f"model.num_layers {self.num_layers} must be a multiple of "
             f"model.moe_every {self.moe_every}",
         )
-        _require(
+        require(
             self.top_k <= self.num_experts,
             f"model.top_k must be at most model.num_experts {self.num_experts}, got {self.top_k}",
         )
-        _require(
+        require(
             self.top_k == 2 or not self.random_second,
             f"model.random_second needs model.top_k 2, got {self.top_k}",
         )
         if self.architecture == "decoder_only":
-            _require(
+            require(
                 self.d_kv % 2 == 0,
                 f"model.d_kv must be even for rotary positions, got {self.d_kv}",
             )
-            _require(
+            require(
                 self.encoder_router == "top_k",
                 f"model.encoder_router {self.encoder_router} needs model.architecture "
                 "encoder_decoder: in a decoder, experts would choose by looking at later tokens",
@@ -172,11 +174,11 @@ class DataConfig:
     """Share of the examples kept for evaluation."""
 
     def __post_init__(self) -> None:
-        _require_positive("data", self, "batch_size", "sequence_length")
+        require_positive("data", self, "batch_size", "sequence_length")
         for name in ("noise_density", "holdout"):
             value = getattr(self, name)
-            _require(0 < value < 1, f"data.{name} must be between 0 and 1, got {value}")
-        _require(
+            require(0 < value < 1, f"data.{name} must be between 0 and 1, got {value}")
+        require(
             self.mean_span_length >= 1,
             f"data.mean_span_length must be 1 or more, got {self.mean_span_length}",
         )
@@ -210,13 +212,13 @@ class OptimConfig:
     experts choose, which are balanced anyway."""
 
     def __post_init__(self) -> None:
-        _require_positive("optim", self, "learning_rate", "warmup_steps", "accumulation")
+        require_positive("optim", self, "learning_rate", "warmup_steps", "accumulation")
         if self.clip_norm is not None:
-            _require_positive("optim", self, "clip_norm")
+            require_positive("optim", self, "clip_norm")
         for name in ("weight_decay", "balance_coefficient", "z_coefficient", "bias_rate"):
             value = getattr(self, name)
-            _require(value >= 0, f"optim.{name} must be 0 or more, got {value}")
-            _require(value < math.inf, f"optim.{name} must be finite, got {value}")
+            require(value >= 0, f"optim.{name} must be 0 or more, got {value}")
+            require(value < math.inf, f"optim.{name} must be finite, got {value}")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -231,7 +233,7 @@ class RunConfig:
     dispatcher: Dispatcher | None = None
     """How tokens reach their experts, in place of the mesh file's dispatcher."""
     devices: int | None = None
-    """CPU devices to simulate; None = as many as the mesh needs."""
+    """CPU devices to simulate, in each process; None = as many as the mesh needs."""
     steps: int = 200
     """Optimizer steps."""
     seed: int = 0
@@ -254,13 +256,13 @@ class RunConfig:
     """Newest checkpoints to keep, beside the best."""
 
     def __post_init__(self) -> None:
-        _require_positive("run", self, "steps", "eval_every", "eval_batches")
-        _require_positive("run", self, "checkpoint_every", "keep")
-        _require(self.seed >= 0, f"run.seed must be 0 or more, got {self.seed}")
-        _require(self.seed < 2**32, f"run.seed must be below 2**32, got {self.seed}")
+        require_positive("run", self, "steps", "eval_every", "eval_batches")
+        require_positive("run", self, "checkpoint_every", "keep")
+        require(self.seed >= 0, f"run.seed must be 0 or more, got {self.seed}")
+        require(self.seed < 2**32, f"run.seed must be below 2**32, got {self.seed}")
         if self.devices is not None:
-            _require_positive("run", self, "devices")
-        _require(
+            require_positive("run", self, "devices")
+        require(
             self.data.batch_size % self.optim.accumulation == 0,
             f"data.batch_size {self.data.batch_size} must be a multiple of "
             f"optim.accumulation {self.optim.accumulation}",
@@ -330,45 +332,53 @@ class EvalConfig:
     dispatcher: Dispatcher | None = None
     """How tokens reach their experts; None = as the mesh file says."""
     devices: int | None = None
-    """CPU devices to simulate; None = as many as the mesh needs."""
+    """CPU devices to simulate, in each process; None = as many as the mesh needs."""
     batches: int | None = None
     """Batches to evaluate; None = all held-out examples."""
 
     def __post_init__(self) -> None:
         for name in ("step", "devices", "batches"):
             if getattr(self, name) is not None:
-                _require_positive("eval", self, name)
+                require_positive("eval", self, name)
 
 
 @dataclass(frozen=True, kw_only=True)
-class UpcycleConfig:
-    """A dense model's weights as those of a Switch Transformer, to be trained with --init-from."""
+class DistributedConfig:
+    """The other processes of the same run; not part of what a run is. Without options they are
+    found where Slurm, Open MPI or an indexed Kubernetes job has started several."""
 
-    dense: str
-    """Run or weights directory of a dense model (model.moe_every 0)."""
-    out: str
-    """Directory to write."""
-    step: int | None = None
-    """Which checkpoint of a run; None = the newest."""
-    num_experts: int = 8
-    """Experts of a Switch layer."""
-    moe_every: int = 2
-    """Every n-th feed-forward layer becomes a Switch layer."""
-    noise: float = 0.0
-    """Noise added to each expert's weights, over their standard deviation; 0 = exact copies, that
-    differ once their tokens do."""
-    output_scale: float = 1.0
-    """Factor on what experts give. With top_k 1 a Switch layer starts as output_scale * p times the
-    dense one, where the chosen expert's probability p is close to 1 / num_experts."""
-    seed: int = 0
-    """Of the routers and the noise."""
+    coordinator: str | None = None
+    """Address that process 0 listens at and all others reach, as host:port."""
+    num_processes: int | None = None
+    """How many there are; 1 = do not look for others."""
+    process_id: int | None = None
+    """Which of them this one is, from 0."""
+    timeout: int = 300
+    """Seconds to wait until all are there."""
 
     def __post_init__(self) -> None:
-        _require_positive("upcycle", self, "num_experts", "moe_every", "output_scale")
-        _require(0 <= self.noise < math.inf, f"upcycle.noise must be 0 or more, got {self.noise}")
-        _require(self.seed >= 0, f"upcycle.seed must be 0 or more, got {self.seed}")
-        if self.step is not None:
-            _require_positive("upcycle", self, "step")
+        require_positive("distributed", self, "timeout")
+        given = {n: getattr(self, n) for n in ("coordinator", "num_processes", "process_id")}
+        if self.num_processes is not None:
+            require_positive("distributed", self, "num_processes")
+        if self.num_processes != 1:
+            missing = [f"--distributed.{n.replace('_', '-')}" for n in given if given[n] is None]
+            require(
+                len(missing) in (0, len(given)),
+                f"of several processes each needs {', '.join(missing)} too",
+            )
+        if self.coordinator is not None:
+            host, _, port = self.coordinator.rpartition(":")
+            require(
+                bool(host) and port.isdecimal() and 0 < int(port) < 2**16,
+                f"distributed.coordinator must be host:port, got {self.coordinator!r}",
+            )
+        if self.process_id is not None and self.num_processes is not None:
+            require(
+                0 <= self.process_id < self.num_processes,
+                f"distributed.process_id must be at least 0 and below distributed.num_processes "
+                f"{self.num_processes}, got {self.process_id}",
+            )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -385,4 +395,4 @@ class TokenizerConfig:
     """Field of a .jsonl line that holds the text."""
 
     def __post_init__(self) -> None:
-        _require_positive("tokenizer", self, "vocab_size")
+        require_positive("tokenizer", self, "vocab_size")

@@ -15,7 +15,7 @@ FILES = sorted(PACKAGE.rglob("*.py"))
 # DESIGN, section 4: a module imports only from rows above its own. A folder stands for all in it.
 ROWS = (
     ("axes", "batch", "config", "errors", "presets"),
-    ("layout", "mesh"),
+    ("cluster", "ending", "layout", "mesh", "processes"),
     ("moe.grouped", "moe.pieces", "moe.products", "moe.routing", "moe.varying", "nn"),
     ("moe.dispatch",),
     ("moe.experts",),
@@ -24,7 +24,7 @@ ROWS = (
     ("data", "expert_load", "loss", "metrics", "optim", "runlog"),
     ("checkpoint", "saved_steps", "state", "tensor_files", "weights"),
     ("setup", "step"),
-    ("evaluate", "interop"),
+    ("evaluate", "interop", "reporting", "stopping"),
     ("train",),
     ("plan",),
     ("cli",),
@@ -33,6 +33,8 @@ ROWS = (
 NEIGHBOURS = {
     "presets": {"config"},
     "config": {"errors"},
+    "ending": {"processes"},
+    "cluster": {"ending", "processes"},
     "layout": {"mesh"},
     "moe.dispatch": {"moe.dispatch"},
     "moe.grouped": {"moe.pieces", "moe.products", "moe.varying"},

@@ -21,8 +21,9 @@ from dataclasses import replace
 
 import numpy as np
 
-from switchjax.config import ModelConfig, UpcycleConfig
+from switchjax.config import ModelConfig
 from switchjax.errors import UserError
+from switchjax.interop.options import UpcycleConfig
 from switchjax.nn.init import draw
 from switchjax.state import model_shapes
 from switchjax.tensor_files import require_empty

@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 from builders import DEEP, layout, mesh, random_batch, run_config, start
 
-from switchjax.config import UpcycleConfig
 from switchjax.errors import UserError
+from switchjax.interop.options import UpcycleConfig
 from switchjax.interop.upcycle import upcycle
 from switchjax.model import SwitchTransformer
 from switchjax.nn.mlp import Mlp

@@ -5,6 +5,7 @@ Parameters of stacked layers get a leading dim that is never split (`jax.vmap` p
 """
 
 from dataclasses import dataclass, replace
+from typing import TypeVar
 
 import jax
 import numpy as np
@@ -12,10 +13,12 @@ from jax import P
 from jax.sharding import NamedSharding
 
 from switchjax.axes import EXPERT, MODEL, TOKENS
-from switchjax.batch import Batch
+from switchjax.batch import Batch, Prompts
 from switchjax.config import ModelConfig
 from switchjax.errors import UserError
 from switchjax.mesh import Exchange, MeshShape
+
+Rows = TypeVar("Rows", Batch, Prompts)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,6 +37,7 @@ class Layout:
     hidden_blf: P = P(TOKENS, None, MODEL)
     logits_blv: P = P(TOKENS, None, MODEL)
     bias_hls: P = P(MODEL, None, None)
+    kept_nbshk: P = P(None, TOKENS, None, MODEL, None)
 
     # Parameters.
     embed_vd: P = P(MODEL, None)
@@ -66,7 +70,7 @@ class Layout:
         """Of an array whose first dim is batch rows."""
         return P(TOKENS, *(None,) * (num_dims - 1))
 
-    def place(self, batch: Batch) -> Batch:
+    def place(self, batch: Rows) -> Rows:
         """This process's rows of a batch, as arrays over the mesh in use."""
         mesh = jax.sharding.get_mesh()
 

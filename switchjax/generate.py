@@ -43,7 +43,7 @@ def generate(config: GenerateConfig) -> list[str]:
     architecture = run.model.architecture
     length = config.prompt_length or row_lengths(run.data, architecture)[0]
     run = replace(run, model=drop_free(run.model, length))
-    tokenizer = load_tokenizer(run.data.tokenizer)
+    tokenizer = _tokenizer(config, run)
     decoder = _decoder(config, tokenizer)
     prompts = [encode_prompt(text, tokenizer, architecture) for text in config.prompt]
     _check_lengths(prompts, length)
@@ -94,6 +94,16 @@ def drop_free(model: ModelConfig, length: int) -> ModelConfig:
         padding_is_routed=False,
         group_size=None,
     )
+
+
+def _tokenizer(config: GenerateConfig, run: RunConfig) -> Tokenizer:
+    tokenizer = load_tokenizer(config.tokenizer or run.data.tokenizer)
+    if tokenizer.vocab_size > run.model.vocab_size:
+        raise UserError(
+            f"the tokenizer has {tokenizer.vocab_size} ids, sentinels included, and the model "
+            f"only model.vocab_size {run.model.vocab_size}"
+        )
+    return tokenizer
 
 
 def _decoder(config: GenerateConfig, tokenizer: Tokenizer) -> Decoder:

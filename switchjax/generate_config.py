@@ -26,6 +26,8 @@ class GenerateConfig:
     """Text to continue; give the option again for more."""
     step: int | None = None
     """Which checkpoint of a run; None = the newest."""
+    tokenizer: str | None = None
+    """"bytes", or the path of a SentencePiece model file; None = that of the run or the weights."""
     max_new_tokens: int = 64
     """Tokens of a continuation at most, its end included."""
     prompt_length: int | None = None
@@ -48,8 +50,8 @@ class GenerateConfig:
     mesh: str | None = None
     """Mesh to generate on; None = the one that the run was trained on."""
     dispatcher: Dispatcher | None = None
-    """How tokens reach their experts; None = ragged, which has no empty slots, unless the mesh is
-    typed with a dispatcher or the encoder's experts choose. Nothing drops in any way."""
+    """How tokens reach their experts; None = ragged, which has no empty slots, unless the run's or
+    this command line has another or the encoder's experts choose. Nothing drops in any way."""
     devices: int | None = None
     """CPU devices to simulate; None = as many as the mesh needs."""
 

@@ -13,7 +13,7 @@ from jax import lax
 from small_meshes import put
 
 from switchjax.batch import Batch, Prompts
-from switchjax.config import RunConfig
+from switchjax.config import RunConfig, write_config
 from switchjax.data.prompts import prompt_rows
 from switchjax.data.tokenizer import ByteTokenizer
 from switchjax.decode import decode, start
@@ -325,11 +325,18 @@ def test_text_goes_in_and_comes_out(saved):  # case 49
         ({"beams": 400}, "generate.beams 400 is more than the 383 tokens"),
         ({"mesh": "data=1,model=3"}, "model = 3 must divide model.num_heads = 8"),
         ({"checkpoint": "/nowhere"}, "/nowhere holds no run"),
+        ({"tokenizer": "/no.model"}, "cannot read /no.model: No such file"),
     ],
 )
 def test_mistakes(saved, asked, answer):
     with pytest.raises(UserError, match=answer):
         generate(GenerateConfig(**({"checkpoint": str(saved[0]), "prompt": ("x",)} | asked)))
+
+
+def test_a_tokenizer_of_more_ids_than_the_model(tmp_path):
+    write_config(RunConfig(model=replace(TEXT_MODEL, vocab_size=383)), tmp_path)
+    with pytest.raises(UserError, match="tokenizer has 384 ids, .* only model.vocab_size 383"):
+        generate(GenerateConfig(checkpoint=str(tmp_path), prompt=("x",)))
 
 
 @pytest.mark.parametrize(

@@ -60,6 +60,7 @@ def search(
     def go_on(carry: tuple[Beams, Cache]) -> tuple[Beams, Cache]:
         beams, cache = carry
         last_BW = lax.dynamic_index_in_dim(beams.tokens_BWM, beams.said - 1, 2, keepdims=False)
+        # R: rows of the model, a beam each.
         tokens_R1, real_R1 = (x.reshape(-1)[:, None] for x in (last_BW, ~beams.done_BW))
         logits_RV, cache = read(tokens_R1, real_R1.astype(jnp.int32), cache)
         beams, parent_BW = say(beams, logits_RV.reshape(B, W, V))

@@ -28,6 +28,7 @@ from switchjax.config import (
     read_config,
 )
 from switchjax.errors import NonFiniteError, UserError, unknown
+from switchjax.generate_config import GenerateConfig
 from switchjax.interop.options import FromHuggingFace, ToHuggingFace, UpcycleConfig
 from switchjax.presets import PRESETS
 
@@ -36,6 +37,7 @@ usage: switchjax COMMAND [OPTIONS]
 
   train             train a model
   eval RUN          evaluate a run's checkpoint on its held-out text
+  generate RUN      continue prompts with a trained model
   upcycle DENSE OUT make a dense model's weights those of a Switch Transformer
   tokenizer train   make a SentencePiece tokenizer from text
   convert hf-to-switchjax DIR OUT   take over the weights of a Hugging Face model
@@ -116,6 +118,7 @@ def _command(words: Sequence[str]) -> int:
     commands = {
         ("train",): _train,
         ("eval",): _eval,
+        ("generate",): _generate,
         ("upcycle",): _upcycle,
         ("tokenizer", "train"): _tokenizer,
         ("convert", "hf-to-switchjax"): _from_hugging_face,
@@ -181,6 +184,17 @@ def _eval(words: Sequence[str]) -> int:
     if is_writer():
         for name, value in record.items():
             print(f"{name.replace('_', ' '):16} {value:.6g}")
+    return 0
+
+
+def _generate(words: Sequence[str]) -> int:
+    words = _flagged(words, "--checkpoint")
+    config = _parse(GenerateConfig, words, "switchjax generate")
+
+    from switchjax.generate import generate
+
+    for continuation in generate(config):
+        print(continuation)
     return 0
 
 
@@ -264,7 +278,9 @@ def _parse(kind: type, words: Sequence[str], program: str, default: Any = None) 
             os.environ["COLUMNS"] = "500"  # tyro wraps its answer to the terminal
         with contextlib.redirect_stderr(said):
             options = {} if default is None else {"default": default}
-            return tyro.cli(kind, prog=program, args=list(words), **options)
+            # A prompt is one word, and the next one has an option of its own.
+            markers = (tyro.conf.UseAppendAction,) if kind is GenerateConfig else ()
+            return tyro.cli(kind, prog=program, args=list(words), config=markers, **options)
     except SystemExit as end:
         if not end.code:
             raise

@@ -7,7 +7,7 @@ Parameters of stacked layers get a leading dim that is never split (`jax.vmap` p
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, TypeVar
 
 import jax
 import numpy as np
@@ -15,10 +15,12 @@ from jax import P
 from jax.sharding import NamedSharding
 
 from switchjax.axes import AXES, EXPERT, MODEL, TOKENS
-from switchjax.batch import Batch
+from switchjax.batch import Batch, Prompts
 from switchjax.config import ModelConfig
 from switchjax.errors import UserError
 from switchjax.mesh import Exchange, MeshShape
+
+Rows = TypeVar("Rows", Batch, Prompts)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,6 +41,7 @@ class Layout:
     hidden_blf: P = P(TOKENS, None, MODEL)
     logits_blv: P = P(TOKENS, None, MODEL)
     bias_hls: P = P(MODEL, None, None)
+    kept_nbshk: P = P(None, TOKENS, None, MODEL, None)
 
     # Parameters.
     embed_vd: P = P(MODEL, None)
@@ -80,7 +83,7 @@ class Layout:
         parts: Any = sharding.addressable_devices_indices_map((num_rows,)).values()
         return sorted({row for part in parts for row in range(num_rows)[part[0]]})
 
-    def place(self, batch: Batch) -> Batch:
+    def place(self, batch: Rows) -> Rows:
         """The rows of a batch that are `rows_here`, as arrays over the mesh in use."""
         mesh = jax.sharding.get_mesh()
         if jax.process_count() == 1:  # the same, faster

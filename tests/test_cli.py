@@ -282,6 +282,11 @@ def test_a_run_goes_on_only_as_itself(refused, finished, words, answer):
         ("upcycle {finished} {folder}", "{folder} exists and is no empty directory"),
         ("upcycle {finished} {folder}/x --moe-every 2", "num_layers 1 must be a multiple of "),
         ("train --init-from {folder}/none", "{folder}/none holds no run (config.json is missing)"),
+        ("generate", "--checkpoint is missing"),
+        ("generate {finished}", "generate.prompt: there is nothing to continue"),
+        ("generate {finished} --prompt a b", "unexpected argument 'b'"),
+        ("generate {finished} --prompt a --step 7", "step 7: there is no such checkpoint"),
+        ("generate {finished} --prompt a --top-k 2", "top_k 2 needs a temperature above 0"),
         ("tokenizer train", "--out is missing"),
         ("tokenizer train --out x --files {folder}/*.text", "no file matches '{folder}/*.text'"),
         ("tokenizer train --out x --vocab-size 0", "tokenizer.vocab_size must be positive, got 0"),
@@ -325,6 +330,7 @@ def test_too_many_devices_are_asked_for_elsewhere(folder, monkeypatch):  # case 
         ("train --help", "--model.num-experts INT"),
         ("train --preset switch-c --help", "(default: 2048)"),
         ("eval --help", "--batches"),
+        ("generate --help", "knows of no other task, such as translation"),  # case 49
         ("upcycle --help", "--output-scale"),
         ("tokenizer train --help", "--vocab-size"),
         ("tokenizer --help", "tokenizer train"),
@@ -387,6 +393,19 @@ def test_evaluation(call, finished):
     assert record["ce"] == pytest.approx(last["ce"], rel=1e-4)  # printed with six digits
     assert record["targets"] == last["targets"] > 0
     assert "unigram entropy" in record
+
+
+def test_continuations(call, finished):
+    """Of two prompts, on another mesh, whatever the order; 16 tokens fit."""
+    words = ("generate", finished, "--mesh", "data=4,model=2", "--max-new-tokens", 3)
+    texts = ("the cat", " sat")
+    status, said, errors = call(*words, "--prompt", texts[0], "--prompt", texts[1])
+    assert (status, errors) == (0, "")
+    _, turned, _ = call(*words, "--prompt", texts[1], "--prompt", texts[0])
+    assert sorted(turned) == sorted(said)
+    status, said, errors = call(*words, "--prompt", "the cat sat on the mat")
+    assert (status, said) == (2, "")
+    assert "prompt 1 has 23 tokens, " in errors and "its buffer room for 16" in errors
 
 
 def test_an_experiment_file(folder):

@@ -1,4 +1,4 @@
-"""The command line: `switchjax train | eval | tokenizer train`. The only argument parsing.
+"""The command line: `switchjax train | eval | verify | tokenizer train`. The only argument parsing.
 
 Types and help come from the config dataclasses, through tyro. JAX is imported only once a command
 runs, so that `--help` and mistakes are answered at once.
@@ -20,7 +20,15 @@ from typing import Annotated, Any, NoReturn
 
 import tyro
 
-from switchjax.config import EvalConfig, RunConfig, TokenizerConfig, read_config
+from switchjax.config import (
+    DataConfig,
+    EvalConfig,
+    ModelConfig,
+    OptimConfig,
+    RunConfig,
+    TokenizerConfig,
+    read_config,
+)
 from switchjax.errors import NonFiniteError, UserError, unknown
 from switchjax.presets import PRESETS
 
@@ -29,6 +37,7 @@ usage: switchjax COMMAND [OPTIONS]
 
   train             train a model
   eval RUN          evaluate a run's checkpoint on its held-out text
+  verify            compare the first steps of a run on several meshes
   tokenizer train   make a SentencePiece tokenizer from text
 
 switchjax COMMAND --help lists the options of a command.
@@ -43,6 +52,26 @@ class _TrainFlags:
     preset: Annotated[str, tyro.conf.arg(metavar="{" + ",".join(PRESETS) + "}")] = "tiny"
     """Where all other options start from."""
     config: Annotated[RunConfig, tyro.conf.arg(name="")]
+
+
+@dataclass(frozen=True, kw_only=True)
+class _VerifyFlags:
+    """Compares losses, routing, gradients and parameters of a run's first steps on several meshes,
+    and exits with status 1 if they differ by more than float32 rounding. `switchjax verify RUN`
+    starts from the model, data, optimizer and seed of a run's directory; its checkpoints are not
+    read."""
+
+    preset: Annotated[str, tyro.conf.arg(metavar="{" + ",".join(PRESETS) + "}")] = "tiny"
+    """Where all other options start from."""
+    mesh: tyro.conf.UseAppendAction[tuple[str, ...]] = ()
+    """A mesh, as of train; two or more, and the first is the reference of the others."""
+    steps: int = 3
+    """Optimizer steps; more of them amplify rounding."""
+    seed: int = 0
+    """Of parameters, data order and noise."""
+    model: ModelConfig
+    data: DataConfig
+    optim: OptimConfig
 
 
 def main(config: RunConfig | None = None) -> NoReturn:
@@ -86,7 +115,12 @@ def _has_nvidia_driver() -> bool:
 
 
 def _command(words: Sequence[str]) -> int:
-    commands = {("train",): _train, ("eval",): _eval, ("tokenizer", "train"): _tokenizer}
+    commands = {
+        ("train",): _train,
+        ("eval",): _eval,
+        ("verify",): _verify,
+        ("tokenizer", "train"): _tokenizer,
+    }
     for name, command in commands.items():
         if tuple(words[: len(name)]) == name:
             return command(words[len(name) :])
@@ -98,9 +132,7 @@ def _command(words: Sequence[str]) -> int:
 
 
 def _train(words: Sequence[str], experiment: RunConfig | None = None) -> int:
-    preset = _value("--preset", words) if experiment is None else None
-    if preset is not None and preset not in PRESETS:
-        raise unknown("preset", preset, list(PRESETS))
+    preset = _preset(words) if experiment is None else None
     start = experiment or PRESETS[preset or "tiny"]
     if "--resume" in words:
         if preset is not None:
@@ -131,6 +163,37 @@ def _eval(words: Sequence[str]) -> int:
     for name, value in evaluate_run(config).items():
         print(f"{name.replace('_', ' '):16} {value:.6g}")
     return 0
+
+
+def _verify(words: Sequence[str]) -> int:
+    preset = _preset(words)
+    if words and not words[0].startswith("-"):
+        if preset is not None:
+            raise UserError("verify RUN has the run's own config: leave out --preset")
+        start, words = read_config(words[0]), words[1:]
+    else:
+        start = PRESETS[preset or "tiny"]
+    default = _VerifyFlags(seed=start.seed, model=start.model, data=start.data, optim=start.optim)
+    flags = _parse(_VerifyFlags, words, "switchjax verify", default)
+    config = RunConfig(
+        model=flags.model, data=flags.data, optim=flags.optim, seed=flags.seed, steps=flags.steps
+    )
+
+    from switchjax.verify import verify
+
+    return 0 if verify(config, flags.mesh) else 1
+
+
+def _preset(words: Sequence[str]) -> str | None:
+    """The one that `words` name.
+
+    Raises:
+        UserError: there is no such preset.
+    """
+    preset = _value("--preset", words)
+    if preset is not None and preset not in PRESETS:
+        raise unknown("preset", preset, list(PRESETS))
+    return preset
 
 
 def _tokenizer(words: Sequence[str]) -> int:

@@ -115,7 +115,9 @@ def start(config: RunConfig, layout: Layout = SEPARATE) -> TrainState:
     the same as one made on any mesh.
     """
     places, tree = jax.tree.flatten(abstract_state(config, layout).model)
-    arrays = jax.tree.leaves(_model(config.model, config.seed))
+    # How a model computes does not decide what it is made of.
+    made = replace(config.model, scan=True, remat=False, capacity_factor=1.0)
+    arrays = jax.tree.leaves(_model(made, config.seed))
     model = tree.unflatten(
         jax.device_put(x, place.sharding) for x, place in zip(arrays, places, strict=True)
     )

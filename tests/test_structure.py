@@ -24,8 +24,8 @@ ROWS = (
     ("data", "expert_load", "loss", "metrics", "optim", "runlog"),
     ("checkpoint", "saved_steps", "state"),
     ("setup", "step"),
-    ("evaluate",),
-    ("train",),
+    ("evaluate", "invariance"),
+    ("train", "verify"),
     ("plan",),
     ("cli",),
 )
@@ -120,7 +120,7 @@ class _WithoutDocstrings(ast.NodeTransformer):
         (r"\bnnx\.(jit|grad|scan|vmap|Optimizer|Rngs|with_partitioning)\b|\bsow\b", set()),
         (r"\blogical_axis_rules\b|\bwith_sharding_constraint\b", set()),
         (r"\bargparse\b|\btyro\b|\bsys\.argv\b", {"cli"}),
-        (r"\bset_mesh\(", {"train", "evaluate", "plan.absent"}),
+        (r"\bset_mesh\(", {"train", "evaluate", "verify", "plan.absent"}),
     ],
 )
 def test_words_stand_only_in_their_place(pattern, places):

@@ -113,7 +113,7 @@ def observe(
         others=_on_host((state.opt_state, state.router_bias_XE)),
         held=_held(state),
         misplaced=_count_misplaced(state, abstract_state(config, layout)),
-        unequal=sum(map(_copies_differ, jax.tree.leaves(state))),
+        unequal=sum(map(copies_differ, jax.tree.leaves(state))),
         programs=len(programs),
         fell_back=any(m.router is not None and m.router.fell_back.any() for m in metrics),
     )
@@ -174,7 +174,7 @@ def _count_misplaced(state: TrainState, promised: TrainState) -> int:
     return misplaced
 
 
-def _copies_differ(x: jax.Array) -> bool:
+def copies_differ(x: jax.Array) -> bool:
     """Does any part of the array have different bits on two devices that hold it?"""
     first: dict[str, bytes] = {}
     parts = [(str(shard.index), np.asarray(shard.data).tobytes()) for shard in x.addressable_shards]

@@ -134,9 +134,9 @@ def _show(
     """A line a quantity, a column a mesh; then what came out, and the answer."""
     reference, *others = [shape.name for shape in shapes]
     table = Table(title=f"Deviation from {reference} in {_steps(config)}", title_justify="left")
-    table.add_column("quantity")
+    table.add_column("quantity", no_wrap=True)
     for name in (*others, "largest", "limit"):
-        table.add_column(Text(name), justify="right", overflow="fold")
+        table.add_column(Text(name), justify="right", overflow="fold", min_width=9)
     failed = []
     for rows in zip(*columns, strict=True):
         worst = max(rows, key=lambda row: (not row.holds, row.deviation))
@@ -145,7 +145,8 @@ def _show(
         failed += [
             f"{row.name} on {name}" for name, row in zip(others, rows, strict=True) if not row.holds
         ]
-    console.print(table)
+    # Names of meshes fold; numbers must not, however narrow the terminal.
+    console.print(table, width=max(console.width, 27 + 12 * (len(others) + 2)), crop=False)
     if failed:
         _say(console, f"{len(failed)} beyond their limits: {', '.join(failed)}")
     else:

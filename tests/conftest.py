@@ -1,4 +1,4 @@
-"""Eight simulated devices for every test, set before JAX starts; told last: how far meshes differ."""
+"""Eight simulated devices for every test, set before JAX starts; what meshes differ by, at last."""
 
 import os
 

@@ -19,7 +19,6 @@ from switchjax.config import ModelConfig, OptimConfig
 from switchjax.layout import Layout
 from switchjax.moe.layer import RouterStats, SwitchLayer
 from switchjax.moe.routing import (
-    RouterSums,
     Routing,
     balance_loss,
     capacity,
@@ -90,12 +89,14 @@ def in_training(layer: SwitchLayer, x_BLD: ArrayLike) -> tuple[Array, RouterStat
     return layer(x_BLD, real_BL, noise)
 
 
-def gate_and_slope() -> tuple[Array, Array]:
+def gate_and_slopes() -> tuple[Array, Array, Array]:
+    """The gate is p itself, so its slopes are p · (1 - p), and not 0 as after a softmax of one."""
+
     def gate(logits_E):
         return routing_of(logits_E[None]).gate_GTQ[0, 0, 0]
 
     value, slope_E = jax.value_and_grad(gate)(jnp.array([1.0, 0.0]))
-    return value, slope_E[0]
+    return value, *slope_E
 
 
 def kept_of_a_full_queue() -> int:
@@ -177,7 +178,7 @@ GOLDEN = [
     ("z beside padding", z_beside_padding, 5.4791244),  # 3.7004685
     # 7.31, 14.62, 2.19, 2.92, 3.66: what is dropped passed on
     ("layer", layer_with_an_expert_of_ten, [7.3105858, 14.6211716, 0, 0, 0]),
-    ("gate and its slope", gate_and_slope, [0.7310586, 0.1966119]),  # 1, 0
+    ("gate and its slopes", gate_and_slopes, [0.7310586, 0.1966119, -0.1966119]),  # 1, 0
     ("kept", kept_of_a_full_queue, 6),  # 8
     ("norm, clip factor", norm_and_clip_factor, [10.954451, 0.0912871]),  # 7.236068, 0.1381966
     ("ce of 2 devices", lambda: ce_of_a_step("data=2", 1, [(5, 1.0), (1, 7.0)]), 2.0),  # 4

@@ -137,7 +137,8 @@ def reference(config: RunConfig) -> Observed:
 def assert_same(run: Observed, config: RunConfig, name: str, report: Report) -> None:
     rows = compare(run, reference(config))
     report(name, rows)
-    assert all(row.holds for row in rows), [row for row in rows if not row.holds]
+    beyond = [f"{row.name} {row.deviation:.1e} > {row.limit}" for row in rows if not row.holds]
+    assert not beyond, "; ".join(beyond)
 
 
 def assert_parts_are_held(run: Observed, config: RunConfig, mesh_name: str) -> None:

@@ -1,4 +1,4 @@
-"""The command line: `switchjax train | eval | verify | tokenizer train`. The only argument parsing.
+"""The command line, `switchjax COMMAND`. The only argument parsing.
 
 Types and help come from the config dataclasses, through tyro. JAX is imported only once a command
 runs, so that `--help` and mistakes are answered at once.
@@ -27,9 +27,11 @@ from switchjax.config import (
     OptimConfig,
     RunConfig,
     TokenizerConfig,
+    UpcycleConfig,
     read_config,
 )
 from switchjax.errors import NonFiniteError, UserError, unknown
+from switchjax.interop.options import FromHuggingFace, ToHuggingFace
 from switchjax.presets import PRESETS
 
 _USAGE = """\
@@ -38,7 +40,10 @@ usage: switchjax COMMAND [OPTIONS]
   train             train a model
   eval RUN          evaluate a run's checkpoint on its held-out text
   verify            compare the first steps of a run on several meshes
+  upcycle DENSE OUT make a dense model's weights those of a Switch Transformer
   tokenizer train   make a SentencePiece tokenizer from text
+  convert hf-to-switchjax DIR OUT   take over the weights of a Hugging Face model
+  convert switchjax-to-hf DIR OUT   give a model's weights to Hugging Face's transformers
 
 switchjax COMMAND --help lists the options of a command.
 """
@@ -119,7 +124,10 @@ def _command(words: Sequence[str]) -> int:
         ("train",): _train,
         ("eval",): _eval,
         ("verify",): _verify,
+        ("upcycle",): _upcycle,
         ("tokenizer", "train"): _tokenizer,
+        ("convert", "hf-to-switchjax"): _from_hugging_face,
+        ("convert", "switchjax-to-hf"): _to_hugging_face,
     }
     for name, command in commands.items():
         if tuple(words[: len(name)]) == name:
@@ -127,7 +135,7 @@ def _command(words: Sequence[str]) -> int:
     if not words or _HELP & set(words):
         print(_USAGE, end="")
         return 0 if words else 2
-    typed = " ".join(words[: 2 if words[0] == "tokenizer" else 1])
+    typed = " ".join(words[: 2 if words[0] in ("tokenizer", "convert") else 1])
     raise unknown("command", typed, [" ".join(name) for name in commands])
 
 
@@ -140,6 +148,8 @@ def _train(words: Sequence[str], experiment: RunConfig | None = None) -> int:
         out = _value("--out", words) or start.out
         # The run may have been moved, and to a machine with other devices.
         start = replace(read_config(out), out=out, devices=None)
+    elif (source := _value("--init-from", words)) is not None:
+        start = _from_weights(start, source)
     if experiment is not None:
         config = _parse(RunConfig, words, Path(sys.argv[0]).name, start)
     else:
@@ -152,10 +162,17 @@ def _train(words: Sequence[str], experiment: RunConfig | None = None) -> int:
     return 0 if result.signal is None else 128 + result.signal
 
 
+def _from_weights(start: RunConfig, source: str) -> RunConfig:
+    """The config with the model and tokenizer of a run or weights directory."""
+    from switchjax.weights import config_of
+
+    theirs = config_of(source)
+    tokenizer = theirs.data.tokenizer
+    return replace(start, model=theirs.model, data=replace(start.data, tokenizer=tokenizer))
+
+
 def _eval(words: Sequence[str]) -> int:
-    # The run reads better as a word of its own: switchjax eval runs/tiny.
-    if words and not words[0].startswith("-"):
-        words = ["--run", *words]
+    words = _flagged(words, "--run")
     config = _parse(EvalConfig, words, "switchjax eval", EvalConfig())
 
     from switchjax.evaluate import evaluate_run
@@ -196,6 +213,30 @@ def _preset(words: Sequence[str]) -> str | None:
     return preset
 
 
+def _upcycle(words: Sequence[str]) -> int:
+    words = _flagged(words, "--dense", "--out")
+    config = _parse(UpcycleConfig, words, "switchjax upcycle")
+
+    from switchjax.interop.upcycle import upcycle
+
+    model = upcycle(config)
+    print(
+        f"{config.out}: {model.num_layers // model.moe_every} Switch layers a stack, "
+        f"{model.num_experts} experts each, and no optimizer state; "
+        f"train with --init-from {config.out}"
+    )
+    return 0
+
+
+def _flagged(words: Sequence[str], *flags: str) -> list[str]:
+    """The words with a flag before each of the first ones: `eval runs/tiny` reads better."""
+    named = 0
+    while named < min(len(flags), len(words)) and not words[named].startswith("-"):
+        named += 1
+    pairs = zip(flags, words[:named], strict=False)
+    return [*(word for pair in pairs for word in pair), *words[named:]]
+
+
 def _tokenizer(words: Sequence[str]) -> int:
     config = _parse(TokenizerConfig, words, "switchjax tokenizer train")
 
@@ -209,6 +250,26 @@ def _tokenizer(words: Sequence[str]) -> int:
         f"{config.out}: {size} ids, sentinels included; train with "
         f"--data.tokenizer {config.out} --model.vocab-size {-(-size // 128) * 128}"
     )
+    return 0
+
+
+def _from_hugging_face(words: Sequence[str]) -> int:
+    program = "switchjax convert hf-to-switchjax"
+    options = _parse(FromHuggingFace, _flagged(words, "--directory", "--out"), program)
+
+    from switchjax.interop.convert import from_hugging_face
+
+    from_hugging_face(options)
+    return 0
+
+
+def _to_hugging_face(words: Sequence[str]) -> int:
+    program = "switchjax convert switchjax-to-hf"
+    options = _parse(ToHuggingFace, _flagged(words, "--directory", "--out"), program)
+
+    from switchjax.interop.convert import to_hugging_face
+
+    to_hugging_face(options)
     return 0
 
 

@@ -56,6 +56,9 @@ class ModelConfig:
     """Layers of the encoder and of the decoder each."""
     activation: Literal["relu", "geglu"] = "relu"
     """Of feed-forward layers and experts; geglu has a third matrix as gate."""
+    tied_embeddings: bool = True
+    """One table for tokens and, times d_model^-0.5, for logits; off, logits have a table of their
+    own, not scaled (T5 v1.1)."""
     moe_every: int = 2
     """Every n-th feed-forward layer is a Switch layer; 0 = none."""
     num_experts: int = 8
@@ -75,6 +78,12 @@ class ModelConfig:
     """The same at evaluation; None = as many slots as tokens, so that nothing drops. Under expert
     choice None is the factor of training, since slots for all would give every expert all tokens:
     another function."""
+    expert_capacity: int | None = None
+    """Slots of an expert in a group, in training and at evaluation alike, in place of both
+    factors; None = by the factors."""
+    padding_is_routed: bool = False
+    """As transformers has it: padding asks for experts and takes their slots, and attends to the
+    real tokens of its row. It enters no loss and no metric all the same."""
     group_size: int | None = None
     """Tokens that compete for the same slots, padding places included; None = one row."""
     jitter: float = 1e-2
@@ -102,8 +111,19 @@ class ModelConfig:
             _require_fraction("model", self, "expert_dropout")
         if self.eval_capacity_factor is not None:
             _require_positive("model", self, "eval_capacity_factor")
-        if self.group_size is not None:
-            _require_positive("model", self, "group_size")
+        for name in ("group_size", "expert_capacity"):
+            if getattr(self, name) is not None:
+                _require_positive("model", self, name)
+        _require(
+            self.expert_capacity is None or self.eval_capacity_factor is None,
+            f"model.expert_capacity {self.expert_capacity} holds at evaluation too: leave out "
+            f"model.eval_capacity_factor {self.eval_capacity_factor}",
+        )
+        _require(
+            not self.padding_is_routed or self.encoder_router == "top_k",
+            "model.padding_is_routed is for tokens that choose their experts: leave it out with "
+            f"model.encoder_router {self.encoder_router}",
+        )
         _require(self.moe_every >= 0, f"model.moe_every must be 0 or more, got {self.moe_every}")
         _require(
             self.num_layers % max(self.moe_every, 1) == 0,
@@ -220,6 +240,10 @@ class RunConfig:
     """Directory of the run: checkpoints, metrics, pictures."""
     resume: bool = False
     """Continue from the newest checkpoint in `out`."""
+    init_from: str | None = None
+    """Run or directory of converted weights whose model is the first step's. Steps, learning-rate
+    schedule, optimizer state and data begin anew. On the command line its model and tokenizer are
+    also where the options of `model` and `data.tokenizer` start from."""
     eval_every: int = 50
     """Steps between evaluations on the held-out examples; one more follows the last step."""
     eval_batches: int = 8
@@ -273,9 +297,9 @@ def config_file(out: str | Path) -> Path:
     return Path(out) / "config.json"
 
 
-def write_config(config: RunConfig) -> None:
-    """Leaves the config in the run's directory."""
-    config_file(config.out).write_text(json.dumps(to_dict(config), indent=1))
+def write_config(config: RunConfig, out: str | Path) -> None:
+    """Leaves the config in a run's directory."""
+    config_file(out).write_text(json.dumps(to_dict(config), indent=1))
 
 
 def read_config(out: str | Path) -> RunConfig:
@@ -314,6 +338,37 @@ class EvalConfig:
         for name in ("step", "devices", "batches"):
             if getattr(self, name) is not None:
                 _require_positive("eval", self, name)
+
+
+@dataclass(frozen=True, kw_only=True)
+class UpcycleConfig:
+    """A dense model's weights as those of a Switch Transformer, to be trained with --init-from."""
+
+    dense: str
+    """Run or weights directory of a dense model (model.moe_every 0)."""
+    out: str
+    """Directory to write."""
+    step: int | None = None
+    """Which checkpoint of a run; None = the newest."""
+    num_experts: int = 8
+    """Experts of a Switch layer."""
+    moe_every: int = 2
+    """Every n-th feed-forward layer becomes a Switch layer."""
+    noise: float = 0.0
+    """Noise added to each expert's weights, over their standard deviation; 0 = exact copies, that
+    differ once their tokens do."""
+    output_scale: float = 1.0
+    """Factor on what experts give. With top_k 1 a Switch layer starts as output_scale * p times the
+    dense one, where the chosen expert's probability p is close to 1 / num_experts."""
+    seed: int = 0
+    """Of the routers and the noise."""
+
+    def __post_init__(self) -> None:
+        _require_positive("upcycle", self, "num_experts", "moe_every", "output_scale")
+        _require(0 <= self.noise < math.inf, f"upcycle.noise must be 0 or more, got {self.noise}")
+        _require(self.seed >= 0, f"upcycle.seed must be 0 or more, got {self.seed}")
+        if self.step is not None:
+            _require_positive("upcycle", self, "step")
 
 
 @dataclass(frozen=True, kw_only=True)

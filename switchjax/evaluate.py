@@ -10,13 +10,12 @@ import numpy as np
 from switchjax import setup
 from switchjax.batch import Batch
 from switchjax.config import EvalConfig, read_config
-from switchjax.errors import UserError
 from switchjax.layout import Layout
 from switchjax.loss import TargetSums
 from switchjax.metrics import router_record
 from switchjax.model import SwitchTransformer
 from switchjax.moe.layer import RouterStats
-from switchjax.saved_steps import SavedSteps
+from switchjax.saved_steps import SavedSteps, checkpoint_directory
 from switchjax.state import TrainState, abstract_state
 from switchjax.step import eval_step
 
@@ -68,12 +67,8 @@ def evaluate_run(config: EvalConfig) -> dict[str, float]:
         devices=config.devices,
     )
     shape = setup.check(run)
-    saved = SavedSteps(setup.checkpoint_directory(config.run))
-    step = saved.latest() if config.step is None else config.step
-    if step is None:
-        raise UserError(
-            "; ".join([f"{saved.directory} holds no complete checkpoint", *saved.skipped])
-        )
+    saved = SavedSteps(checkpoint_directory(config.run))
+    step = saved.newest() if config.step is None else config.step
     mesh = setup.start_devices(run, shape)
     data = setup.read_data(run, eval_batches=config.batches)
     data.train.close()

@@ -136,11 +136,12 @@ def _check_experts(model: ModelConfig, shape: MeshShape) -> None:
             f"mesh {shape.name}: dispatcher ragged is for experts that take whatever chooses them; "
             "model.encoder_router expert_choice fills a fixed number of slots: choose all_to_all"
         )
-    if exchange.dispatcher == "ragged" and model.eval_capacity_factor is not None:
-        raise UserError(
-            f"mesh {shape.name}: dispatcher ragged drops nothing, so leave out "
-            f"model.eval_capacity_factor {model.eval_capacity_factor}"
-        )
+    for name in ("eval_capacity_factor", "expert_capacity"):
+        if exchange.dispatcher == "ragged" and (value := getattr(model, name)) is not None:
+            raise UserError(
+                f"mesh {shape.name}: dispatcher ragged drops nothing, so leave out "
+                f"model.{name} {value}"
+            )
 
 
 def _divides(shape: MeshShape, axis: str, size: int, name: str, number: int) -> None:

@@ -146,16 +146,26 @@ class Stack(nnx.Module):
         context_segment_BS: Int[Array, "B S"] | None = None,
     ) -> tuple[Float[Array, "B L D"], RouterStats | None]:
         """The stack's output and the statistics of its Switch layers, stacked [layers, ...]."""
-        bias = self.relative_bias
+        bias, padding_sees_real = self.relative_bias, self.config.padding_is_routed
         around = Surroundings(
             segment_BL=segment_BL,
-            visible_BLL=visible(segment_BL, segment_BL, causal=self.causal),
+            visible_BLL=visible(
+                segment_BL,
+                segment_BL,
+                causal=self.causal,
+                padding_sees_real=padding_sees_real,
+            ),
             bias_HLL=None if bias is None else bias(x_BLD.shape[1]),
             position_BL=positions(segment_BL) if bias is None else None,
             context_BSD=context_BSD,
             context_visible_BLS=None
             if context_segment_BS is None
-            else visible(segment_BL, context_segment_BS, causal=False),
+            else visible(
+                segment_BL,
+                context_segment_BS,
+                causal=False,
+                padding_sees_real=padding_sees_real,
+            ),
         )
 
         def body(x_BLD, of_period):

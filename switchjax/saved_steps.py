@@ -9,13 +9,15 @@ Knows nothing of models, optimizers or the training loop: a state is any pytree 
 """
 
 import json
+import math
 import zlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import jax
 import orbax.checkpoint as ocp
+import tensorstore as ts
 from flax import nnx
 
 from switchjax.config import RunConfig, from_dict
@@ -38,6 +40,11 @@ def named_leaves(tree: PyTree) -> dict[str, Any]:
     named = dict(zip(names, jax.tree.leaves(tree), strict=True))
     assert len(named) == len(names), "two leaves of the state have the same name"
     return named
+
+
+def checkpoint_directory(out: str | Path) -> Path:
+    """Where the run in this directory keeps its checkpoints."""
+    return Path(out) / "checkpoints"
 
 
 class SavedSteps:
@@ -63,6 +70,18 @@ class SavedSteps:
             self.skipped.append(f"step {step}: {damage}")
         return None
 
+    def newest(self) -> int:
+        """As `latest`, where there must be one.
+
+        Raises:
+            UserError: there is none; says what was passed over.
+        """
+        step = self.latest()
+        if step is None:
+            none = f"{self.directory} holds no complete checkpoint"
+            raise UserError("; ".join([none, *self.skipped]))
+        return step
+
     def read_config(self, step: int) -> RunConfig:
         """The config of the run that saved `step`."""
         return from_dict(self._read_run(step)["config"])
@@ -82,16 +101,34 @@ class SavedSteps:
         # Without a sharding orbax would look for the devices that saved the file.
         assert all(leaf.sharding is not None for leaf in wanted.values())
         directory = self.path(step) / STATE
-        # Annotated with orbax's own path class; any path will do.
-        handler = ocp.StandardCheckpointHandler()
-        found = handler.metadata(directory).tree  # pyright: ignore[reportArgumentType]
-        misfit = _misfit(wanted, found)
-        if misfit:
-            raise UserError(f"step {step} in {self.directory} does not fit: {misfit}")
+        if different := misfit(wanted, _metadata(directory)):
+            raise UserError(f"step {step} in {self.directory} does not fit: {different}")
         with ocp.StandardCheckpointer() as checkpointer:
             arrays = checkpointer.restore(directory, wanted)
         state = jax.tree.unflatten(jax.tree.structure(target), [arrays[n] for n in wanted])
         return state, run["data_state"]
+
+    def open_arrays(self, step: int) -> dict[str, ts.TensorStore]:
+        """The arrays of `step` by name, to be read in parts; no devices needed.
+
+        Raises:
+            UserError: the step is absent or damaged.
+        """
+        self._read_run(step)
+        directory = self.path(step) / STATE
+
+        def opened(name: str, cache: ts.Context) -> ts.TensorStore:
+            store = {"driver": "ocdbt", "base": f"file://{directory}", "path": name}
+            spec = {"driver": "zarr", "kvstore": store, "recheck_cached_data": "open"}
+            return ts.open(spec, open=True, context=cache).result()
+
+        # A part of an array is decoded with all that its device held. One such chunk is kept (and
+        # a quarter more, for what is known of it), so that reading expert after expert of it does
+        # not decode it for each.
+        names = list(_metadata(directory))
+        largest = max(_chunk_bytes(opened(name, ts.Context())) for name in names)
+        cache = ts.Context({"cache_pool": {"total_bytes_limit": largest * 5 // 4}})
+        return {name: opened(name, cache) for name in names}
 
     def _steps(self) -> Iterator[int]:
         if self.directory.is_dir():
@@ -158,8 +195,21 @@ def eval_loss_of(directory: Path) -> float | None:
         return None  # `latest` and `restore` say what is wrong with the step
 
 
-def _misfit(wanted: dict[str, Any], found: dict[str, Any]) -> str:
-    """How the arrays in a file differ from those wanted; empty if they do not."""
+def _chunk_bytes(array: ts.TensorStore) -> int:
+    """Of the smallest part that is read at once."""
+    shape: Any = array.chunk_layout.read_chunk.shape or ()  # None of a single number
+    return math.prod(shape) * array.dtype.numpy_dtype.itemsize
+
+
+def _metadata(directory: Path) -> dict[str, Any]:
+    """Shape and dtype of each array that orbax saved there."""
+    # Annotated with orbax's own path class; any path will do.
+    handler = ocp.StandardCheckpointHandler()
+    return handler.metadata(directory).tree  # pyright: ignore[reportArgumentType]
+
+
+def misfit(wanted: Mapping[str, Any], found: Mapping[str, Any]) -> str:
+    """How stored arrays differ from those wanted, all of them; empty if they do not."""
 
     def describe(leaf: Any) -> str:
         return f"{leaf.dtype}[{','.join(map(str, leaf.shape))}]"

@@ -4,6 +4,7 @@ Cheap checks come first, so that a mistake is answered before any text is read o
 """
 
 import tempfile
+from functools import partial
 from pathlib import Path
 
 import jax
@@ -13,11 +14,8 @@ from switchjax.config import RunConfig, config_file
 from switchjax.data.pipeline import Data, load_data, row_lengths
 from switchjax.errors import UserError
 from switchjax.mesh import MeshShape
-
-
-def checkpoint_directory(out: str | Path) -> Path:
-    """Where the run in this directory keeps its checkpoints."""
-    return Path(out) / "checkpoints"
+from switchjax.state import init_state
+from switchjax.weights import Weights, open_weights, require_fit
 
 
 def check(config: RunConfig) -> MeshShape:
@@ -56,6 +54,21 @@ def check_directory(out: Path, *, resume: bool) -> None:
         )
     if resume and not occupied:
         raise UserError(f"nothing to resume: {out} holds no run")
+
+
+def open_initial_weights(config: RunConfig, shape: MeshShape) -> Weights | None:
+    """What the run's model starts from; None where that is the seed.
+
+    Raises:
+        UserError: there are no weights, or not those of the config's model; all are listed.
+    """
+    if config.init_from is None:
+        return None
+    weights = open_weights(config.init_from)
+    with mesh.use_abstract_mesh(shape):
+        state = jax.eval_shape(partial(init_state, config, layout.Layout.of(shape)))
+    require_fit(weights, state.model)
+    return weights
 
 
 def start_devices(config: RunConfig, shape: MeshShape) -> jax.sharding.Mesh:

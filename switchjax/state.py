@@ -8,10 +8,12 @@ import optax
 from jax import Array
 from jax.sharding import NamedSharding
 
-from switchjax.config import RunConfig
+from switchjax.config import ModelConfig, RunConfig
 from switchjax.layout import Layout
+from switchjax.mesh import MeshShape, use_abstract_mesh
 from switchjax.model import SwitchTransformer, switch_layer_names
 from switchjax.optim import make_optimizer
+from switchjax.saved_steps import named_leaves
 
 
 class TrainState(NamedTuple):
@@ -31,7 +33,11 @@ def keys(config: RunConfig) -> tuple[Array, Array]:
 
 def init_state(config: RunConfig, layout: Layout) -> TrainState:
     """The state before the first step, on the mesh in use; bitwise the same on any mesh."""
-    model = SwitchTransformer(keys(config)[0], config.model, layout)
+    return first_state(config, SwitchTransformer(keys(config)[0], config.model, layout))
+
+
+def first_state(config: RunConfig, model: SwitchTransformer) -> TrainState:
+    """The state before the first step of a run that starts from this model."""
     parameters: Any = model  # optax takes any pytree and names a few kinds
     opt_state = make_optimizer(config.optim).init(parameters)
     return TrainState(jnp.int32(0), model, opt_state, init_router_bias(config))
@@ -54,6 +60,14 @@ def abstract_state(config: RunConfig, layout: Layout) -> TrainState:
         return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=NamedSharding(mesh, spec))
 
     return jax.tree.map(on_mesh, jax.eval_shape(lambda: init_state(config, layout)))
+
+
+def model_shapes(config: ModelConfig) -> dict[str, jax.ShapeDtypeStruct]:
+    """Of a model's arrays, by the names that they are stored under; on no device."""
+    with use_abstract_mesh(MeshShape(name="single", data=1, expert=1, model=1)):
+        model = jax.eval_shape(lambda: SwitchTransformer(jax.random.key(0), config, Layout()))
+    leaves = named_leaves(model).items()
+    return {name: jax.ShapeDtypeStruct(x.shape, x.dtype) for name, x in leaves}
 
 
 def count_parameters(model: SwitchTransformer) -> int:

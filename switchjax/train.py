@@ -31,9 +31,16 @@ from switchjax.metrics import StepMetrics, router_record
 from switchjax.model import switch_layer_names
 from switchjax.moe.layer import RouterStats
 from switchjax.runlog import RunLog
-from switchjax.saved_steps import named_leaves
-from switchjax.state import TrainState, abstract_state, count_parameters, init_state
+from switchjax.saved_steps import checkpoint_directory, named_leaves
+from switchjax.state import (
+    TrainState,
+    abstract_state,
+    count_parameters,
+    first_state,
+    init_state,
+)
 from switchjax.step import eval_step, train_step
+from switchjax.weights import ROUTER_BIAS, Weights, load_array, load_model, open_weights
 
 _DISK_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
@@ -59,6 +66,7 @@ def train(config: RunConfig, console: Console | None = None) -> Result:
     console = console or Console()
     shape = setup.check(config)
     setup.check_directory(Path(config.out), resume=config.resume)
+    weights = None if config.resume else setup.open_initial_weights(config, shape)
     mesh = setup.start_devices(config, shape)
     _say(console, "reading the text ...")
     data = setup.read_data(config, eval_batches=config.eval_batches)
@@ -68,9 +76,9 @@ def train(config: RunConfig, console: Console | None = None) -> Result:
             stack.enter_context(jax.set_mesh(mesh))
             checkpoints = _open_checkpoints(config, console)
             stack.callback(checkpoints.close)
-            run = _Run(config, Layout.of(shape), data, checkpoints, console)
+            run = _Run(config, Layout.of(shape), data, weights, checkpoints, console)
             start = _start(run)
-            write_config(config)
+            write_config(config, config.out)
             _say(
                 console,
                 f"mesh {shape.name} ({shape}) on {mesh.devices.flat[0].platform}",
@@ -106,6 +114,7 @@ class _Run(NamedTuple):
     config: RunConfig
     layout: Layout
     data: Data
+    weights: Weights | None  # that the model starts from
     checkpoints: Checkpoints
     console: Console
 
@@ -133,7 +142,7 @@ def _say(console: Console, *lines: str) -> None:
 
 def _open_checkpoints(config: RunConfig, console: Console) -> Checkpoints:
     return Checkpoints(
-        setup.checkpoint_directory(config.out),
+        checkpoint_directory(config.out),
         keep=config.keep,
         on_commit=lambda step: _say(console, f"step {step} saved"),
     )
@@ -166,7 +175,7 @@ def _start(run: _Run) -> _Start:
             )
         if config.resume:
             _say(run.console, "no step was saved yet: starting from the first")
-        return _Start(0, 0, jax.jit(partial(init_state, config, run.layout))())
+        return _Start(0, 0, _first_state(run))
     if step >= config.steps:
         raise UserError(f"the run has {step} steps already: raise --steps above {config.steps}")
     state, saved = checkpoints.restore(step, abstract_state(config, run.layout))
@@ -174,6 +183,24 @@ def _start(run: _Run) -> _Start:
     _say(run.console, *(f"passed over {line}" for line in checkpoints.skipped))
     _say(run.console, f"resuming after step {step}")
     return _Start(step, saved["tokens"], state)
+
+
+def _first_state(run: _Run) -> TrainState:
+    config, weights = run.config, run.weights
+    if config.init_from is None:
+        return jax.jit(partial(init_state, config, run.layout))()
+    if weights is None:  # a run to resume that was stopped before its first checkpoint
+        weights = open_weights(config.init_from)
+    target = abstract_state(config, run.layout)
+    state = jax.jit(partial(first_state, config))(load_model(weights, target.model))
+    started = "step, learning-rate schedule, optimizer state and data begin anew"
+    if weights.router_bias is not None and target.router_bias_XE is not None:
+        bias_XE = load_array(weights, ROUTER_BIAS, target.router_bias_XE)
+        state = state._replace(router_bias_XE=bias_XE)
+    elif weights.router_bias is not None:
+        started += ", and without the routers' bias, since optim.bias_rate is 0"
+    _say(run.console, f"model of {weights.source}; {started}")
+    return state
 
 
 def _compile(run: _Run, state: TrainState) -> _Compiled:
@@ -211,7 +238,7 @@ def _require_finite(step: int, are_finite: dict[str, jax.Array]) -> None:
 
 
 def _loop(run: _Run, start: _Start, compiled: _Compiled, log: RunLog) -> Result:
-    config, layout, data, checkpoints, console = run
+    config, layout, data, _, checkpoints, console = run
     eval_batches = [layout.place(batch) for batch in data.eval_batches]
     report = _Report(log, start.tokens)
     number, state, evaluation, stop = start.step, start.state, None, None

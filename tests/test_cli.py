@@ -179,6 +179,16 @@ MISTAKES = {
     "d_model": ("--model.d-model 0", "^model.d_model must be positive, got 0$"),
     "experts 0": ("--model.num-experts 0", "model.num_experts must be positive, got 0"),
     "capacity": ("--model.capacity-factor -1", "model.capacity_factor must be positive, got -1.0"),
+    "slots": ("--model.expert-capacity 0", "model.expert_capacity must be positive, got 0"),
+    "slots twice": (
+        "--model.expert-capacity 4 --model.eval-capacity-factor 2",
+        "^model.expert_capacity 4 holds at evaluation too: leave out .*eval_capacity_factor 2.0$",
+    ),
+    "padding where experts choose": (
+        "--model.architecture encoder_decoder --model.encoder-router expert_choice "
+        "--model.padding-is-routed",
+        "^model.padding_is_routed is for tokens that choose .*encoder_router expert_choice$",
+    ),
     "group": ("--model.group-size 0", "model.group_size must be positive, got 0"),
     "top_k": ("--model.top-k 9", "^model.top_k must be at most model.num_experts 8, got 9$"),
     "top_k 0": ("--model.top-k 0", "^model.top_k must be positive, got 0$"),
@@ -260,10 +270,7 @@ def test_a_run_goes_on_only_as_itself(refused, finished, words, answer):
 @pytest.mark.parametrize(
     ("words", "answer"),
     [
-        (
-            "trian",
-            "no command 'trian'; did you mean train? there are train, eval, verify, tokenizer tr",
-        ),
+        ("trian", "no command 'trian'; did you mean train? there are train, eval, "),
         ("tokenizer", "no command 'tokenizer'; did you mean tokenizer train? there are "),
         ("tokenizer trian --out x", "no command 'tokenizer trian'; did you mean tokenizer train?"),
         ("eval {folder}/none", "{folder}/none holds no run (config.json is missing)"),
@@ -285,10 +292,26 @@ def test_a_run_goes_on_only_as_itself(refused, finished, words, answer):
         ("verify --preset tinny", "no preset 'tinny'; did you mean tiny?"),
         ("verify {folder}/none --mesh single", "{folder}/none holds no run (config.json is mis"),
         ("verify {finished} --preset tiny", "verify RUN has the run's own config: leave out --pr"),
+        ("upcycle {finished}", "--out is missing"),
+        ("upcycle {finished} {folder}", "{folder} exists and is no empty directory"),
+        ("upcycle {finished} {folder}/x --moe-every 2", "num_layers 1 must be a multiple of "),
+        ("train --init-from {folder}/none", "{folder}/none holds no run (config.json is missing)"),
         ("tokenizer train", "--out is missing"),
         ("tokenizer train --out x --files {folder}/*.text", "no file matches '{folder}/*.text'"),
         ("tokenizer train --out x --vocab-size 0", "tokenizer.vocab_size must be positive, got 0"),
         ("tokenizer train --out {folder}/good.txt/x --files {folder}/good.txt", "too large"),
+        ("convert", "no command 'convert'; there are train, "),
+        ("convert hf-to-switch a b", "did you mean convert hf-to-switchjax?"),
+        ("convert hf-to-switchjax {folder}/none {folder}/x", "none holds no Hugging Face model"),
+        ("convert hf-to-switchjax {folder}", "--out is missing"),
+        ("convert hf-to-switchjax a b c", "unexpected argument 'c'"),
+        ("convert hf-to-switchjax a b --hf-semantic", "did you mean --hf-semantics?"),
+        ("convert switchjax-to-hf {folder}/none {folder}/x", "none holds no run"),
+        (
+            "convert switchjax-to-hf {finished} {finished}",
+            "finished holds a run or weights already",
+        ),
+        ("convert switchjax-to-hf {finished} {folder}/x", "no such model: model.architecture deco"),
     ],
 )
 def test_mistakes_of_other_commands(refused, folder, finished, words, answer):
@@ -343,8 +366,11 @@ def test_too_many_devices_are_asked_for_elsewhere(folder, monkeypatch):  # case 
         ("train --preset switch-c --help", "(default: 2048)"),
         ("eval --help", "--batches"),
         ("verify --help", "--mesh STR"),
+        ("upcycle --help", "--output-scale"),
         ("tokenizer train --help", "--vocab-size"),
         ("tokenizer --help", "tokenizer train"),
+        ("convert hf-to-switchjax --help", "--hf-semantics"),
+        ("convert switchjax-to-hf --help", "--dtype"),
         ("train --model.num-expert 4", "did you mean --model.num-experts?"),
     ],
 )
@@ -457,6 +483,25 @@ def test_own_tokenizer_and_mesh_file(call, folder):
     assert (status, errors) == (0, "")
     assert "mesh good (data=2,expert=1,model=4) on cpu" in said
     assert len((out / "metrics.jsonl").read_text().splitlines()) == 2
+
+
+def test_a_dense_run_becomes_a_sparse_one(call, finished, folder):  # case 65
+    sparse, out = folder / "sparse", folder / "upcycled"
+    status, said, errors = call("upcycle", finished, sparse, "--moe-every", 1, "--num-experts", 4)
+    assert (status, errors) == (0, "")
+    assert said == (
+        f"{sparse}: 1 Switch layers a stack, 4 experts each, and no optimizer state; "
+        f"train with --init-from {sparse}\n"
+    )
+    words = ("--data.files", folder / "good.txt", "--data.batch-size", 8, "--mesh", "data8")
+    words = ("train", "--init-from", sparse, "--out", out, *words)
+    words = (*words, "--data.sequence-length", 16, "--data.holdout", 0.2, "--steps", 1)
+    status, said, errors = call(*words)
+    assert (status, errors) == (0, "")
+    assert f"model of {sparse}; step, learning-rate schedule, optimizer state and data" in said
+    model, before = read_config(out).model, read_config(finished).model
+    assert (model.moe_every, model.num_experts, before.moe_every) == (1, 4, 0)
+    assert (model.architecture, model.d_model) == (before.architecture, before.d_model)
 
 
 def test_a_moved_run_goes_on_where_it_is(call, finished, folder):

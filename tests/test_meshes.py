@@ -128,6 +128,13 @@ def exchanging(expert: int, model: int, **exchange) -> MeshShape:
             1,
             ("ragged drops nothing", "eval_capacity_factor 2.0"),
         ),
+        (
+            dict(expert_capacity=4),
+            exchanging(2, 1, dispatcher="ragged"),
+            8,
+            1,
+            ("ragged drops nothing", "expert_capacity 4"),
+        ),
     ],
 )
 def test_sizes_that_do_not_divide_are_refused(model, shape, rows, accumulation, numbers):

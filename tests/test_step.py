@@ -261,6 +261,7 @@ def test_a_batch_without_targets_is_finite():
 # Case 51: how every parameter lies on the mesh, by its name, without the dim of stacked layers.
 LAYOUTS = {
     "embed_VD": P("model", None),
+    "logits_VD": P("model", None),
     "norm_D": P(None),
     "relative_UH": P(None, "model"),
     "w_q_DHK": P(None, "model", None),
@@ -277,7 +278,7 @@ LAYOUTS = {
 }
 
 
-GEGLU = replace(builders.MODEL, activation="geglu")
+GEGLU = replace(builders.MODEL, activation="geglu", tied_embeddings=False)
 
 
 @cache

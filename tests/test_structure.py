@@ -22,9 +22,9 @@ ROWS = (
     ("moe.layer",),
     ("model",),
     ("data", "expert_load", "loss", "metrics", "optim", "runlog"),
-    ("checkpoint", "saved_steps", "state"),
+    ("checkpoint", "saved_steps", "state", "weights"),
     ("setup", "step"),
-    ("evaluate", "invariance"),
+    ("evaluate", "interop", "invariance"),
     ("train", "verify"),
     ("plan",),
     ("cli",),
@@ -40,6 +40,9 @@ NEIGHBOURS = {
     "data": {"data"},
     "runlog": {"expert_load"},
     "checkpoint": {"saved_steps"},
+    "state": {"saved_steps"},
+    "weights": {"saved_steps"},
+    "interop": {"interop"},
     "plan": {"plan"},
 }
 
@@ -73,7 +76,7 @@ def imported_modules(path: Path) -> set[str]:
     return {n.removeprefix("switchjax.") for n in found if n.startswith("switchjax.")}
 
 
-PACKAGES = {"", "moe", "moe.dispatch", "nn", "data", "plan"}  # __init__ files
+PACKAGES = {"", "moe", "moe.dispatch", "nn", "data", "plan", "interop"}  # __init__ files
 MODULES = [path for path in FILES if path.name != "__init__.py"]
 
 
@@ -191,7 +194,7 @@ def test_ci_runs_the_test_command_of_the_readme():
 
 def test_the_readme_has_a_line_for_every_module():
     readme = (ROOT / "README.md").read_text()
-    listed = {"data", "moe", "nn", "plan"}
+    listed = {"data", "interop", "moe", "nn", "plan"}
     for path in FILES:
         name = path.relative_to(PACKAGE)
         if path.name != "__init__.py" and name.parts[0] not in listed:

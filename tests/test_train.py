@@ -24,7 +24,7 @@ from jax.experimental.compilation_cache import compilation_cache
 from rich.console import Console
 from test_runlog import read_events
 
-from switchjax import mesh, setup
+from switchjax import mesh
 from switchjax.config import (
     DataConfig,
     EvalConfig,
@@ -33,12 +33,13 @@ from switchjax.config import (
     RunConfig,
     read_config,
     to_dict,
+    write_config,
 )
 from switchjax.errors import NonFiniteError, UserError
 from switchjax.evaluate import evaluate_run
 from switchjax.layout import Layout
 from switchjax.runlog import STEP_METRICS
-from switchjax.saved_steps import SavedSteps, named_leaves
+from switchjax.saved_steps import SavedSteps, checkpoint_directory, named_leaves
 from switchjax.state import abstract_state
 from switchjax.train import Result, train
 
@@ -124,7 +125,7 @@ def read_state(out, step):
     config = read_config(out)
     devices = mesh.make_mesh(mesh.read_mesh(config.mesh))
     with jax.set_mesh(devices):
-        state, position = SavedSteps(setup.checkpoint_directory(out)).restore(
+        state, position = SavedSteps(checkpoint_directory(out)).restore(
             step, abstract_state(config, Layout())
         )
     arrays = {name: np.asarray(leaf) for name, leaf in named_leaves(state).items()}
@@ -218,7 +219,7 @@ def test_expert_load_is_stored_and_drawn(whole):
 
 def test_the_run_keeps_its_config(whole):
     assert read_config(whole.out) == whole.config
-    steps = SavedSteps(setup.checkpoint_directory(whole.out))
+    steps = SavedSteps(checkpoint_directory(whole.out))
     assert to_dict(steps.read_config(STEPS)) == to_dict(whole.config)
 
 
@@ -269,6 +270,47 @@ def test_same_seed_same_losses(whole, half):
     assert without_clock(read_lines(half.out)) == without_clock(read_lines(whole.out))[:13]
 
 
+# What a run starts from another's model begins anew; what `resume` keeps is tested above.
+STILL = OptimConfig(learning_rate=1e-30, warmup_steps=5)
+
+
+def assert_model_of(half, started):
+    """The first step of `started` moved nothing, so it still has the model that it began with."""
+    (before, _), (after, position) = read_state(half.out, 13), read_state(started.out, 1)
+    assert (after["step"], position["stream"]["step"]) == (1, 1)
+    for name in after:
+        if name.startswith("model."):
+            np.testing.assert_array_equal(after[name], before[name], err_msg=name)
+
+
+def test_started_from_the_model_of_a_run(config, half, tmp_path):  # case 68
+    started = run(config, tmp_path / "run", init_from=str(half.out), optim=STILL, steps=1)
+    assert (
+        f"model of step 13 in {half.out / 'checkpoints'}; step, learning-rate schedule, "
+        "optimizer state and data begin anew"
+    ) in started.said
+    assert_model_of(half, started)
+    (record,) = read_lines(started.out)
+    assert record["step"] == 1 and record["learning_rate"] == pytest.approx(1e-30 / 5)
+    first, last = losses(half.out, 1, 1), losses(half.out, 13, 13)
+    assert record["loss"] < (first[0] + last[0]) / 2  # of a model that has learned
+
+
+def test_resumed_before_its_first_checkpoint(config, half, tmp_path):  # case 68
+    changes = {"init_from": str(half.out), "optim": STILL, "steps": 1}
+    write_config(replace(config, **changes), tmp_path)
+    resumed = run(config, tmp_path, **changes, resume=True)
+    assert "no step was saved yet: starting from the first" in resumed.said
+    assert_model_of(half, resumed)
+
+
+def test_started_from_another_model(config, half, tmp_path):
+    model = replace(config.model, num_experts=16)
+    with pytest.raises(UserError, match=r"do not fit: .*router_DE is float32\[1,16,8\]"):
+        run(config, tmp_path / "run", init_from=str(half.out), model=model)
+    assert not (tmp_path / "run").exists()
+
+
 def test_resumed_on_another_mesh(whole, copy):  # case 7
     run(whole.config, copy, resume=True, mesh="expert8", steps=16)
     np.testing.assert_allclose(losses(copy, 14, 16), losses(whole.out, 14, 16), rtol=1e-5)
@@ -304,7 +346,7 @@ def test_a_short_run_is_evaluated_and_saved(config, tmp_path):
     short = run(config, tmp_path / "run", steps=1)
     assert [r["step"] for r in read_lines(short.out)] == [1]
     assert [r["step"] for r in read_lines(short.out, "evaluations.jsonl")] == [1]
-    assert SavedSteps(setup.checkpoint_directory(short.out)).latest() == 1
+    assert SavedSteps(checkpoint_directory(short.out)).latest() == 1
 
 
 def test_dense_twin(config, tmp_path):
@@ -391,7 +433,7 @@ def test_a_state_that_is_not_finite_is_not_saved(plain, tmp_path):  # case 62
     optim = replace(plain.config.optim, learning_rate=3e38, weight_decay=100.0)
     with pytest.raises(NonFiniteError, match=r"^step 3: model\.[\w.]+ is not finite$"):
         run(plain.config, out, optim=optim, resume=True, steps=10, checkpoint_every=1, keep=1)
-    assert SavedSteps(setup.checkpoint_directory(out)).latest() == 2
+    assert SavedSteps(checkpoint_directory(out)).latest() == 2
 
 
 def test_full_disk(whole, copy, compile_cache):
@@ -502,7 +544,7 @@ def test_signals_save_and_resume_continues(config, whole, tmp_path, compile_cach
     assert training.end() == (-signal.SIGINT, "")  # a shell says 130
 
     # Whatever was interrupted, the run can still go on, and is the one never stopped.
-    steps = max(STEPS, SavedSteps(setup.checkpoint_directory(out)).latest() or 0) + 1
+    steps = max(STEPS, SavedSteps(checkpoint_directory(out)).latest() or 0) + 1
     ended = run(read_config(out), out, resume=True, steps=steps)
     assert ended.result.step == steps
     assert [record["step"] for record in read_lines(out)] == list(range(1, steps + 1))

@@ -73,7 +73,7 @@ class SwitchLayer(nnx.Module):
         *,
         placement_E: Int[Array, "E"] | None = None,
     ) -> tuple[Float[Array, "B L D"], RouterStats]:
-        """The experts' outputs, exactly 0 for dropped tokens and padding.
+        """The experts' outputs, exactly 0 for dropped tokens and for padding that is not routed.
 
         Args:
             noise: of training; None at evaluation, which by default drops nothing.
@@ -143,13 +143,14 @@ def _switch(
         else:
             choice = routing.route(
                 logits_gTE,
-                real_gT,
+                jnp.ones_like(real_gT) if config.padding_is_routed else real_gT,
                 top_k=config.top_k,
                 capacity=num_slots,
                 bias_E=bias_E,
                 second_GT=_second_draw(config, noise, real_gT),
             )
-        mine = routing.router_sums(logits_gTE, real_gT, choice, experts_chose=experts_choose)
+        of_real = routing.without_padding(choice, real_gT, E)
+        mine = routing.router_sums(logits_gTE, real_gT, of_real, experts_chose=experts_choose)
         sums = lax.psum(mine, TOKENS)
         choice = placement.to_lanes(choice, placement_E, exchange.experts)
 
@@ -181,6 +182,8 @@ def _slots_of_a_group(
     config: ModelConfig, router_kind: RouterKind, layout: Layout, group_size: int, training: bool
 ) -> int:
     """Of one expert; as many as tokens where nothing is to drop."""
+    if config.expert_capacity is not None:
+        return min(group_size, config.expert_capacity)
     factor = config.capacity_factor if training else config.eval_capacity_factor
     if factor is None and router_kind == "expert_choice":
         factor = config.capacity_factor  # as `eval_capacity_factor` says

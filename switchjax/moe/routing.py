@@ -131,6 +131,15 @@ def expert_choice(
     return Routing(expert_GTQ, slot_GTQ, gate_GTQ, kept_GTQ)
 
 
+def without_padding(routing: Routing, real_GT: Bool[Array, "G T"], num_experts: int) -> Routing:
+    """The same choices and places, but that padding made no choice: what is counted."""
+    real_GT1 = real_GT[..., None]
+    return routing._replace(
+        expert_GTQ=jnp.where(real_GT1, routing.expert_GTQ, num_experts),
+        kept_GTQ=routing.kept_GTQ & real_GT1,
+    )
+
+
 def router_sums(
     logits_GTE: Float[Array, "G T E"],
     real_GT: Bool[Array, "G T"],

@@ -13,10 +13,21 @@ from switchjax.nn.position import rotate
 
 
 def visible(
-    query_segment_BL: Int[Array, "B L"], key_segment_BS: Int[Array, "B S"], *, causal: bool
+    query_segment_BL: Int[Array, "B L"],
+    key_segment_BS: Int[Array, "B S"],
+    *,
+    causal: bool,
+    padding_sees_real: bool = False,
 ) -> Bool[Array, "B L S"]:
-    """Which keys each query may look at: those of its own segment, and not later ones if causal."""
+    """Which keys each query may look at: those of its own segment, and not later ones if causal.
+
+    Args:
+        padding_sees_real: padded queries look at all that is not padding; real ones as ever.
+    """
     same_BLS = query_segment_BL[:, :, None] == key_segment_BS[:, None, :]
+    if padding_sees_real:
+        padded_BL1, real_B1S = query_segment_BL[:, :, None] == 0, key_segment_BS[:, None, :] > 0
+        same_BLS = jnp.where(padded_BL1, real_B1S, same_BLS)
     if causal:
         length = query_segment_BL.shape[1]
         same_BLS &= jnp.tril(jnp.ones((length, length), bool))[None]

@@ -1,5 +1,6 @@
-"""One table for the tokens going in and the logits coming out."""
+"""The table for the tokens going in, and that or another one for the logits coming out."""
 
+import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax import Array
@@ -11,7 +12,9 @@ from switchjax.nn.init import weight
 
 
 class Embedding(nnx.Module):
-    """The tied embedding of T5: unscaled on the way in, times d_model^-0.5 on the way out.
+    """T5's tied embedding: unscaled on the way in, times d_model^-0.5 on the way out.
+
+    Untied, as in T5 v1.1, logits come from a second table and are not scaled.
 
     Source: mesh_tensorflow/transformer/transformer.py, shared_embedding_and_softmax_weights.
     """
@@ -19,6 +22,13 @@ class Embedding(nnx.Module):
     def __init__(self, key: Array, config: ModelConfig, layout: Layout):
         shape = (config.vocab_size, config.d_model)
         self.embed_VD = weight(key, shape, variance=1.0, spec=layout.embed_vd)
+        # The key's own bits are the first table's, whether there is a second one or not.
+        logits_key, variance = jax.random.fold_in(key, 1), config.init_scale / config.d_model
+        self.logits_VD = (
+            None
+            if config.tied_embeddings
+            else weight(logits_key, shape, variance=variance, spec=layout.embed_vd)
+        )
         self.layout = layout
 
     def embed(self, tokens_BL: Int[Array, "B L"], dtype: str) -> Float[Array, "B L D"]:
@@ -27,11 +37,14 @@ class Embedding(nnx.Module):
 
     def logits(self, x_BLD: Float[Array, "B L D"]) -> Float[Array, "B L V"]:
         """Float32 whatever the dtype of x."""
-        scaled_BLD = x_BLD * x_BLD.shape[-1] ** -0.5
+        table_VD = self.logits_VD
+        if table_VD is None:
+            table_VD = self.embed_VD
+            x_BLD = x_BLD * x_BLD.shape[-1] ** -0.5
         return jnp.einsum(
             "bld,vd->blv",
-            scaled_BLD,
-            self.embed_VD[...].astype(x_BLD.dtype),
+            x_BLD,
+            table_VD[...].astype(x_BLD.dtype),
             out_sharding=self.layout.logits_blv,
             preferred_element_type=jnp.float32,
         )

@@ -29,12 +29,21 @@ def _quantiles() -> np.ndarray:
     return np.fromiter(points, np.float64) / _STD_OF_TRUNCATED
 
 
+def _table(variance: float) -> np.ndarray:
+    return (_quantiles() * math.sqrt(variance)).astype(np.float32)
+
+
+def draw(rng: np.random.Generator, shape: tuple[int, ...], *, variance: float) -> np.ndarray:
+    """Values as `weight` has them, on the host."""
+    return _table(variance)[rng.integers(2**_TABLE_BITS, size=shape)]
+
+
 def weight(key: Array, shape: tuple[int, ...], *, variance: float, spec: P) -> nnx.Param:
     """A float32 weight of the given variance, born with its layout.
 
     Source: Switch Transformer, arXiv:2101.03961, section 2.4, with variance = scale / fan_in.
     """
-    table = (_quantiles() * math.sqrt(variance)).astype(np.float32)
+    table = _table(variance)
     bits = jax.random.bits(key, shape, np.uint16, out_sharding=spec)
     return nnx.Param(jax.numpy.asarray(table).at[bits].get(out_sharding=spec))
 

@@ -8,7 +8,7 @@ from jaxtyping import Float
 from switchjax.layout import Layout
 from switchjax.nn.init import ones
 
-_EPSILON = 1e-6  # as in T5
+EPSILON = 1e-6  # as in T5
 
 
 class RMSNorm(nnx.Module):
@@ -20,5 +20,5 @@ class RMSNorm(nnx.Module):
     def __call__(self, x_BLD: Float[Array, "B L D"]) -> Float[Array, "B L D"]:
         x32_BLD = x_BLD.astype(jnp.float32)
         mean_square_BL1 = jnp.mean(jnp.square(x32_BLD), axis=-1, keepdims=True)
-        normed_BLD = x32_BLD * lax.rsqrt(mean_square_BL1 + _EPSILON) * self.norm_D[...][None, None]
+        normed_BLD = x32_BLD * lax.rsqrt(mean_square_BL1 + EPSILON) * self.norm_D[...][None, None]
         return normed_BLD.astype(x_BLD.dtype)

@@ -12,8 +12,8 @@ from switchjax.config import ModelConfig
 from switchjax.layout import Layout
 from switchjax.nn.init import weight
 
-_NUM_BUCKETS = 32  # T5
-_MAX_DISTANCE = 128  # T5: all distances from here on share a bucket
+NUM_BUCKETS = 32  # T5
+MAX_DISTANCE = 128  # T5: all distances from here on share a bucket
 _ROTARY_BASE = 10_000.0  # RoFormer, arXiv:2104.09864, section 3.2.2
 
 
@@ -28,7 +28,7 @@ def relative_buckets(num_queries: int, num_keys: int, *, bidirectional: bool) ->
     """
     offset = np.arange(num_keys)[None, :] - np.arange(num_queries)[:, None]
     buckets = np.zeros_like(offset)
-    num_buckets = _NUM_BUCKETS
+    num_buckets = NUM_BUCKETS
     if bidirectional:
         num_buckets //= 2
         buckets += np.where(offset > 0, num_buckets, 0)
@@ -38,7 +38,7 @@ def relative_buckets(num_queries: int, num_keys: int, *, bidirectional: bool) ->
     exact = num_buckets // 2
     # float32, since the boundaries between buckets are where the reference rounds them.
     ratio = np.maximum(distance, 1).astype(np.float32) / np.float32(exact)
-    scale = np.float32(math.log(_MAX_DISTANCE / exact))
+    scale = np.float32(math.log(MAX_DISTANCE / exact))
     far = exact + (np.log(ratio) / scale * np.float32(num_buckets - exact)).astype(np.int32)
     buckets += np.where(distance < exact, distance, np.minimum(far, num_buckets - 1))
     return buckets.astype(np.int32)
@@ -48,7 +48,7 @@ class RelativeBias(nnx.Module):
     """A learned number for each bucket and head, added to the attention scores of every layer."""
 
     def __init__(self, key: Array, config: ModelConfig, layout: Layout, *, bidirectional: bool):
-        shape = (_NUM_BUCKETS, config.num_heads)
+        shape = (NUM_BUCKETS, config.num_heads)
         variance = config.init_scale / config.d_model
         self.relative_UH = weight(key, shape, variance=variance, spec=layout.relative_uh)
         self.bidirectional = bidirectional

@@ -62,7 +62,10 @@ def exchange_bytes(model: ModelConfig, shape: MeshShape, *, tokens: int, group_s
     decisions = 3 * 4 * tokens * k * (peers - 1)  # rows, gates and the gates' gradients
     match exchange.dispatcher:
         case "all_to_all":
-            slots = capacity(group_size, model.num_experts, k, model.capacity_factor)
+            slots = model.expert_capacity
+            if slots is None:
+                slots = capacity(group_size, model.num_experts, k, model.capacity_factor)
+            slots = min(slots, group_size)
             return (
                 _WAYS * (model.num_experts // columns) * (tokens // group_size) * slots * row * away
             )

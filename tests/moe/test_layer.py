@@ -255,6 +255,33 @@ def test_evaluation_with_a_capacity_of_its_own():
     np.testing.assert_allclose(y, expected.y, **VALUES)
 
 
+@pytest.mark.mesh
+@pytest.mark.parametrize("mesh", ["single", "data2_expert2_model2"])
+def test_padding_that_is_routed(mesh):
+    """Outputs are those of a layer without padding; what is counted is real tokens. A number of
+    slots holds in training and at evaluation."""
+    weights, (x, real) = random_weights(CONFIG), random_tokens()
+    config = replace(CONFIG, expert_capacity=2)
+    routed = replace(config, padding_is_routed=True)
+    everywhere = np.ones_like(real)
+    with use(mesh):
+        y, stats = call(routed, weights, x, real)
+        again, same = call(routed, weights, x, real, training=False)
+        whole, whole_stats = call(config, weights, x, everywhere)
+        plain, plain_stats = call(config, weights, x, real)
+    np.testing.assert_array_equal(y, whole)
+    np.testing.assert_array_equal(again, y)
+    jax.tree.map(np.testing.assert_array_equal, same, stats)
+    np.testing.assert_allclose(stats.balance, plain_stats.balance, rtol=1e-6)
+    np.testing.assert_allclose(stats.z, plain_stats.z, rtol=1e-6)
+    np.testing.assert_array_equal(stats.load_E, plain_stats.load_E)
+    kept = (y != 0).any(axis=-1)
+    assert kept.sum() == whole_stats.asked - whole_stats.dropped
+    assert stats.asked - stats.dropped == (kept & real).sum()
+    assert stats.dropped > plain_stats.dropped > 0  # padding has taken slots
+    assert (plain[~real] == 0).all() and kept[~real].any()
+
+
 # --- Other kinds of routing -------------------------------------------------------------------
 
 MIXED = "data2_expert2_model2"

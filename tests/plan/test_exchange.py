@@ -78,6 +78,16 @@ def test_without_room_to_spare_nothing_is_sent_that_need_not_be(mesh):
     assert exchange_bytes(roomy, shape, **full) == 1.25 * least
 
 
+def test_a_fixed_number_of_slots_is_sent_whatever_the_factor():
+    """64 experts of which each has 10 of 512 places; never more than there are places."""
+    shape, full = read_mesh("expert8"), dict(tokens=4096, group_size=512)
+    fair = replace(MODEL, num_experts=64, top_k=1, capacity_factor=1.0)  # 8 slots
+    least = exchange_bytes(fair, shape, **full)
+    ten, many = (replace(fair, expert_capacity=slots) for slots in (10, 10**6))
+    assert exchange_bytes(ten, shape, **full) == least * 10 / 8
+    assert exchange_bytes(many, shape, **full) == least * 512 / 8
+
+
 def test_all_gather_does_not_grow_with_the_choices():
     """Each token goes to all peers once: dear for one choice, cheap for many."""
     gathered, exchanged = read_mesh("expert8,dispatcher=all_gather"), read_mesh("expert8")

@@ -22,7 +22,7 @@ ROWS = (
     ("moe.layer",),
     ("model",),
     ("data", "expert_load", "loss", "metrics", "optim", "runlog"),
-    ("checkpoint", "saved_steps", "state", "weights"),
+    ("checkpoint", "saved_steps", "state", "tensor_files", "weights"),
     ("setup", "step"),
     ("evaluate", "interop", "invariance"),
     ("train", "verify"),
@@ -41,7 +41,7 @@ NEIGHBOURS = {
     "runlog": {"expert_load"},
     "checkpoint": {"saved_steps"},
     "state": {"saved_steps"},
-    "weights": {"saved_steps"},
+    "weights": {"saved_steps", "tensor_files"},
     "interop": {"interop"},
     "plan": {"plan"},
 }

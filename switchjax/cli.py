@@ -21,8 +21,11 @@ from typing import Annotated, Any, NoReturn, get_args, get_origin
 import tyro
 
 from switchjax.config import (
+    DataConfig,
     DistributedConfig,
     EvalConfig,
+    ModelConfig,
+    OptimConfig,
     RunConfig,
     TokenizerConfig,
     read_config,
@@ -38,6 +41,7 @@ usage: switchjax COMMAND [OPTIONS]
   train             train a model
   eval RUN          evaluate a run's checkpoint on its held-out text
   generate RUN      continue prompts with a trained model
+  verify            compare the first steps of a run on several meshes
   upcycle DENSE OUT make a dense model's weights those of a Switch Transformer
   tokenizer train   make a SentencePiece tokenizer from text
   convert hf-to-switchjax DIR OUT   take over the weights of a Hugging Face model
@@ -72,6 +76,26 @@ class _EvalFlags:
 
     config: Annotated[EvalConfig, tyro.conf.arg(name="")]
     distributed: DistributedConfig = field(default_factory=DistributedConfig)
+
+
+@dataclass(frozen=True, kw_only=True)
+class _VerifyFlags:
+    """Compares losses, routing, gradients and parameters of a run's first steps on several meshes,
+    and exits with status 1 if they differ by more than float32 rounding. `switchjax verify RUN`
+    starts from the model, data, optimizer and seed of a run's directory; its checkpoints are not
+    read."""
+
+    preset: Annotated[str, tyro.conf.arg(metavar="{" + ",".join(PRESETS) + "}")] = "tiny"
+    """Where all other options start from."""
+    mesh: tyro.conf.UseAppendAction[tuple[str, ...]] = ()
+    """A mesh, as of train; two or more, and the first is the reference of the others."""
+    steps: int = 3
+    """Optimizer steps; more of them amplify rounding."""
+    seed: int = 0
+    """Of parameters, data order and noise."""
+    model: ModelConfig
+    data: DataConfig
+    optim: OptimConfig
 
 
 def main(config: RunConfig | None = None) -> NoReturn:
@@ -119,6 +143,7 @@ def _command(words: Sequence[str]) -> int:
         ("train",): _train,
         ("eval",): _eval,
         ("generate",): _generate,
+        ("verify",): _verify,
         ("upcycle",): _upcycle,
         ("tokenizer", "train"): _tokenizer,
         ("convert", "hf-to-switchjax"): _from_hugging_face,
@@ -135,9 +160,7 @@ def _command(words: Sequence[str]) -> int:
 
 
 def _train(words: Sequence[str], experiment: RunConfig | None = None) -> int:
-    preset = _value("--preset", words) if experiment is None else None
-    if preset is not None and preset not in PRESETS:
-        raise unknown("preset", preset, list(PRESETS))
+    preset = _preset(words) if experiment is None else None
     start = experiment or PRESETS[preset or "tiny"]
     if "--resume" in words:
         if preset is not None:
@@ -196,6 +219,37 @@ def _generate(words: Sequence[str]) -> int:
     for continuation in generate(config):
         print(continuation)
     return 0
+
+
+def _verify(words: Sequence[str]) -> int:
+    preset = _preset(words)
+    if words and not words[0].startswith("-"):
+        if preset is not None:
+            raise UserError("verify RUN has the run's own config: leave out --preset")
+        start, words = read_config(words[0]), words[1:]
+    else:
+        start = PRESETS[preset or "tiny"]
+    default = _VerifyFlags(seed=start.seed, model=start.model, data=start.data, optim=start.optim)
+    flags = _parse(_VerifyFlags, words, "switchjax verify", default)
+    config = RunConfig(
+        model=flags.model, data=flags.data, optim=flags.optim, seed=flags.seed, steps=flags.steps
+    )
+
+    from switchjax.verify import verify
+
+    return 0 if verify(config, flags.mesh) else 1
+
+
+def _preset(words: Sequence[str]) -> str | None:
+    """The one that `words` name.
+
+    Raises:
+        UserError: there is no such preset.
+    """
+    preset = _value("--preset", words)
+    if preset is not None and preset not in PRESETS:
+        raise unknown("preset", preset, list(PRESETS))
+    return preset
 
 
 def _upcycle(words: Sequence[str]) -> int:

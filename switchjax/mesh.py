@@ -255,8 +255,18 @@ def make_mesh(shape: MeshShape) -> jax.sharding.Mesh:
 
 
 def make_submesh(shape: MeshShape) -> jax.sharding.Mesh:
-    """The mesh on the first devices of this machine; the others idle."""
-    return jax.make_mesh(shape.sizes, AXES, devices=jax.devices()[: shape.num_devices])
+    """The mesh on the first devices of this machine; the others idle.
+
+    Raises:
+        UserError: there are fewer devices than the mesh needs.
+    """
+    devices = jax.devices()
+    if len(devices) < shape.num_devices:
+        raise UserError(
+            f"mesh {shape.name} needs {shape.num_devices} devices ({shape}), and JAX sees "
+            f"{len(devices)} of kind {devices[0].platform}"
+        )
+    return jax.make_mesh(shape.sizes, AXES, devices=devices[: shape.num_devices])
 
 
 @contextmanager

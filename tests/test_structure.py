@@ -24,8 +24,8 @@ ROWS = (
     ("data", "expert_load", "loss", "metrics", "optim", "runlog", "sampling"),
     ("checkpoint", "saved_steps", "state", "tensor_files", "weights"),
     ("beam", "decode", "setup", "step"),
-    ("evaluate", "generate", "interop", "reporting", "stopping"),
-    ("train",),
+    ("evaluate", "generate", "interop", "invariance", "reporting", "stopping"),
+    ("train", "verify"),
     ("plan",),
     ("cli",),
 )
@@ -127,7 +127,7 @@ class _WithoutDocstrings(ast.NodeTransformer):
         (r"\bnnx\.(jit|grad|scan|vmap|Optimizer|Rngs|with_partitioning)\b|\bsow\b", set()),
         (r"\blogical_axis_rules\b|\bwith_sharding_constraint\b", set()),
         (r"\bargparse\b|\btyro\b|\bsys\.argv\b", {"cli"}),
-        (r"\bset_mesh\(", {"train", "evaluate", "generate", "plan.absent"}),
+        (r"\bset_mesh\(", {"train", "evaluate", "generate", "verify", "plan.absent"}),
     ],
 )
 def test_words_stand_only_in_their_place(pattern, places):

@@ -9,6 +9,7 @@ as a suffix, one letter each; einsum strings use the same letters in lower case.
     G groups              T tokens of a group   Q choices of a token (top-k)
     R rows of an exchange buffer (G * C)     X Switch layers of the model, encoder first
     P peers: devices of the expert axis      n lanes: the experts that a device sends to
+    M tokens of a continuation               W beams of a prompt
 
 A capital is the whole dim; inside `shard_map` a lower-case letter is this device's part of it:
 `x_gTD` holds my groups, `w_in_eDf` my experts and my slice of their hidden dim.

@@ -19,3 +19,17 @@ class Batch(NamedTuple):
     target_mask_BL: Array  # bool: positions that enter the loss
     encoder_tokens_BS: Array | None = None
     encoder_segment_BS: Array | None = None
+
+
+class Prompts(NamedTuple):
+    """Rows of tokens to be continued. `encoder_*` is None for a decoder-only model.
+
+    The decoder reads its tokens, and what follows the last real one is the continuation: for an
+    encoder-decoder they are the start token alone. A row of segment 0 throughout is no prompt.
+    """
+
+    row_B: Array  # number of the prompt: keys what is drawn for it
+    tokens_BL: Array
+    segment_BL: Array  # 1, or 0 = padding
+    encoder_tokens_BS: Array | None = None
+    encoder_segment_BS: Array | None = None

@@ -12,9 +12,11 @@ import math
 import os
 import re
 import shutil
+import sys
 import tempfile
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +24,7 @@ import jax
 import orbax.checkpoint as ocp
 from orbax.checkpoint.checkpoint_managers import PreservationContext
 
+from switchjax import processes
 from switchjax.config import RunConfig, to_dict
 from switchjax.errors import UserError
 from switchjax.saved_steps import (
@@ -48,8 +51,9 @@ class _Pending:
 
 
 class Checkpoints(SavedSteps):
-    """Saves in the background; keeps the newest steps and the best. One writer a directory.
+    """Saves in the background; keeps the newest steps and the best. One run a directory.
 
+    All processes of the run save together, each its own part of the arrays; process 0 seals.
     `on_commit(step)` is called once a step is on disk, from `poll`, `save`, `wait` or `close`;
     a failed write is raised from the first of them that comes after it.
     """
@@ -57,15 +61,19 @@ class Checkpoints(SavedSteps):
     def __init__(self, directory: Path, *, keep: int, on_commit: Callable[[int], None]) -> None:
         super().__init__(directory)
         _require_writable(self.directory)
+        self._require_shared()
         logging.getLogger("absl").addFilter(_is_news)
         self._interrupted = self._remove_temporary()
         self._on_commit = on_commit
+        self._barrier = ocp.multihost.get_barrier_sync_fn()
+        self._failed_here = False
         self._pending: _Pending | None = None
         self._losses = {step: eval_loss_of(self.path(step)) for step in self._steps()}
         options = ocp.CheckpointManagerOptions(
             preservation_policy=_NewestAndBest(keep, self._losses, self._is_sound),
             async_options=ocp.options.AsyncOptions(
                 post_finalization_callback=self._seal,
+                barrier_sync_fn=self._wait_for_others if processes.count() > 1 else None,
                 # Else threads that wait for a directory hold up the exit of a failed run
                 # for five minutes.
                 create_directories_asynchronously=False,
@@ -93,8 +101,8 @@ class Checkpoints(SavedSteps):
         self._finish()
         run = {"config": to_dict(config), "data_state": data_state, "eval_loss": eval_loss}
         pending = _Pending(step, json.dumps(run, indent=1))
-        if self.path(step).exists():
-            if self._damage(step) is None:
+        if processes.from_writer(self.path(step).exists):
+            if processes.from_writer(partial(self._damage, step)) is None:
                 raise UserError(f"step {step} is already saved in {self.directory}")
             self._manager.delete(step)
         self._checked.pop(step, None)
@@ -111,7 +119,9 @@ class Checkpoints(SavedSteps):
 
     def poll(self) -> None:
         """Reports a save that has ended, well or not. Cheap: call it every step."""
-        if self._pending is not None and not self._manager.is_saving_in_progress():
+        if self._pending is None:
+            return
+        if self._failed_here or not self._manager.is_saving_in_progress():
             self._finish()
 
     def wait(self) -> None:
@@ -135,8 +145,10 @@ class Checkpoints(SavedSteps):
         except Exception as raised:
             error = raised
         self._pending = None
-        # Orbax takes its own word for it; the disk has the last one.
-        committed = (self.path(step) / MANIFEST).is_file()
+        # Orbax takes its own word for it; the disk has the last one, which a network may show
+        # late to processes other than the one that seals.
+        manifest = self.path(step) / MANIFEST
+        committed = manifest.is_file() if processes.is_writer() else error is None
         if committed:
             self._on_commit(step)
         if committed and error is not None:
@@ -168,14 +180,40 @@ class Checkpoints(SavedSteps):
         (temporary / RUN).write_text(self._pending.run)
         (temporary / MANIFEST).write_text(json.dumps({"files": digests(temporary)}, indent=1))
 
+    def _wait_for_others(self, *, key: str, timeout_ms: int) -> None:
+        """Orbax's barrier, in its threads; one whose save has failed comes by and must not wait.
+
+        The others would not come, and the failure is known only after the barrier.
+        """
+        error = sys.exc_info()[1]
+        if error is not None:
+            self._failed_here = True
+            raise error
+        self._barrier(key=key, timeout_ms=timeout_ms)
+
     def _is_sound(self, step: int) -> bool:
         """Whether `step` may count among those kept: not damaged as far as a glance shows."""
         return self._checked.get(step) is None and damage_in(self.path(step), glance=True) is None
 
+    def _require_shared(self) -> None:
+        """Each process must see what process 0 writes, and must have its own writes seen.
+
+        Raises:
+            UserError: in the process that does not.
+        """
+        with tempfile.NamedTemporaryFile(dir=self.directory) as mark:
+            for process, path in enumerate(processes.gather(mark.name)):
+                if not Path(path).exists():
+                    raise UserError(
+                        f"process {processes.index()} does not see what process {process} writes "
+                        f"to {self.directory}: all need the same directory"
+                    )
+            processes.meet()  # before the file goes
+
     def _remove_temporary(self) -> set[int]:
         """The steps whose save was cut off; removes what it left."""
         left = list(self.directory.glob(f"*{_TEMPORARY}*"))
-        if jax.process_index() == 0:
+        if processes.is_writer():
             for path in left:
                 shutil.rmtree(path, ignore_errors=True)
         names = (path.name.partition(_TEMPORARY)[0] for path in left)

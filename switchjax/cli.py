@@ -14,14 +14,15 @@ import re
 import signal
 import sys
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, fields, is_dataclass, replace
+from dataclasses import dataclass, field, fields, is_dataclass, replace
 from pathlib import Path
-from typing import Annotated, Any, NoReturn, get_args
+from typing import Annotated, Any, NoReturn, get_args, get_origin
 
 import tyro
 
 from switchjax.config import (
     DataConfig,
+    DistributedConfig,
     EvalConfig,
     ModelConfig,
     OptimConfig,
@@ -30,6 +31,7 @@ from switchjax.config import (
     read_config,
 )
 from switchjax.errors import NonFiniteError, UserError, unknown
+from switchjax.generate_config import GenerateConfig
 from switchjax.interop.options import FromHuggingFace, ToHuggingFace, UpcycleConfig
 from switchjax.plan.options import PlanConfig
 from switchjax.presets import PRESETS
@@ -40,6 +42,8 @@ usage: switchjax COMMAND [OPTIONS]
   train             train a model
   eval RUN          evaluate a run's checkpoint on its held-out text
   plan              choose the layout for hardware that need not be here
+  generate RUN      continue prompts with a trained model
+  verify            compare the first steps of a run on several meshes
   upcycle DENSE OUT make a dense model's weights those of a Switch Transformer
   tokenizer train   make a SentencePiece tokenizer from text
   convert hf-to-switchjax DIR OUT   take over the weights of a Hugging Face model
@@ -57,6 +61,43 @@ class _TrainFlags:
     preset: Annotated[str, tyro.conf.arg(metavar="{" + ",".join(PRESETS) + "}")] = "tiny"
     """Where all other options start from."""
     config: Annotated[RunConfig, tyro.conf.arg(name="")]
+    distributed: DistributedConfig = field(default_factory=DistributedConfig)
+
+
+@dataclass(frozen=True, kw_only=True)
+class _ExperimentFlags:
+    """Train a model as this experiment does, or with other numbers."""
+
+    config: Annotated[RunConfig, tyro.conf.arg(name="")]
+    distributed: DistributedConfig = field(default_factory=DistributedConfig)
+
+
+@dataclass(frozen=True, kw_only=True)
+class _EvalFlags:
+    """Evaluation of a run's checkpoint on the run's held-out text."""
+
+    config: Annotated[EvalConfig, tyro.conf.arg(name="")]
+    distributed: DistributedConfig = field(default_factory=DistributedConfig)
+
+
+@dataclass(frozen=True, kw_only=True)
+class _VerifyFlags:
+    """Compares losses, routing, gradients and parameters of a run's first steps on several meshes,
+    and exits with status 1 if they differ by more than float32 rounding. `switchjax verify RUN`
+    starts from the model, data, optimizer and seed of a run's directory; its checkpoints are not
+    read."""
+
+    preset: Annotated[str, tyro.conf.arg(metavar="{" + ",".join(PRESETS) + "}")] = "tiny"
+    """Where all other options start from."""
+    mesh: tyro.conf.UseAppendAction[tuple[str, ...]] = ()
+    """A mesh, as of train; two or more, and the first is the reference of the others."""
+    steps: int = 3
+    """Optimizer steps; more of them amplify rounding."""
+    seed: int = 0
+    """Of parameters, data order and noise."""
+    model: ModelConfig
+    data: DataConfig
+    optim: OptimConfig
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -115,6 +156,8 @@ def _command(words: Sequence[str]) -> int:
     commands = {
         ("train",): _train,
         ("eval",): _eval,
+        ("generate",): _generate,
+        ("verify",): _verify,
         ("upcycle",): _upcycle,
         ("plan",): _plan,
         ("tokenizer", "train"): _tokenizer,
@@ -150,13 +193,6 @@ def _plan(words: Sequence[str]) -> int:
     return 0
 
 
-def _preset(words: Sequence[str]) -> str | None:
-    preset = _value("--preset", words)
-    if preset is not None and preset not in PRESETS:
-        raise unknown("preset", preset, list(PRESETS))
-    return preset
-
-
 def _train(words: Sequence[str], experiment: RunConfig | None = None) -> int:
     preset = _preset(words) if experiment is None else None
     start = experiment or PRESETS[preset or "tiny"]
@@ -169,14 +205,17 @@ def _train(words: Sequence[str], experiment: RunConfig | None = None) -> int:
     elif (source := _value("--init-from", words)) is not None:
         start = _from_weights(start, source)
     if experiment is not None:
-        config = _parse(RunConfig, words, Path(sys.argv[0]).name, start)
+        flags = _ExperimentFlags(config=start)
+        flags = _parse(_ExperimentFlags, words, Path(sys.argv[0]).name, flags)
     else:
         flags = _TrainFlags(preset=preset or "tiny", config=start)
-        config = _parse(_TrainFlags, words, "switchjax train", flags).config
+        flags = _parse(_TrainFlags, words, "switchjax train", flags)
 
+    from switchjax.ending import leaving
     from switchjax.train import train
 
-    result = train(config)
+    with leaving():
+        result = train(flags.config, distributed=flags.distributed)
     return 0 if result.signal is None else 128 + result.signal
 
 
@@ -191,13 +230,60 @@ def _from_weights(start: RunConfig, source: str) -> RunConfig:
 
 def _eval(words: Sequence[str]) -> int:
     words = _flagged(words, "--run")
-    config = _parse(EvalConfig, words, "switchjax eval", EvalConfig())
+    flags = _parse(_EvalFlags, words, "switchjax eval", _EvalFlags(config=EvalConfig()))
 
+    from switchjax.ending import leaving
     from switchjax.evaluate import evaluate_run
+    from switchjax.processes import is_writer
 
-    for name, value in evaluate_run(config).items():
-        print(f"{name.replace('_', ' '):16} {value:.6g}")
+    with leaving():
+        record = evaluate_run(flags.config, flags.distributed)
+    if is_writer():
+        for name, value in record.items():
+            print(f"{name.replace('_', ' '):16} {value:.6g}")
     return 0
+
+
+def _generate(words: Sequence[str]) -> int:
+    words = _flagged(words, "--checkpoint")
+    config = _parse(GenerateConfig, words, "switchjax generate")
+
+    from switchjax.generate import generate
+
+    for continuation in generate(config):
+        print(continuation)
+    return 0
+
+
+def _verify(words: Sequence[str]) -> int:
+    preset = _preset(words)
+    if words and not words[0].startswith("-"):
+        if preset is not None:
+            raise UserError("verify RUN has the run's own config: leave out --preset")
+        start, words = read_config(words[0]), words[1:]
+    else:
+        start = PRESETS[preset or "tiny"]
+    default = _VerifyFlags(seed=start.seed, model=start.model, data=start.data, optim=start.optim)
+    flags = _parse(_VerifyFlags, words, "switchjax verify", default)
+    config = RunConfig(
+        model=flags.model, data=flags.data, optim=flags.optim, seed=flags.seed, steps=flags.steps
+    )
+
+    from switchjax.verify import verify
+
+    return 0 if verify(config, flags.mesh) else 1
+
+
+def _preset(words: Sequence[str]) -> str | None:
+    """The one that `words` name.
+
+    Raises:
+        UserError: there is no such preset.
+    """
+    preset = _value("--preset", words)
+    if preset is not None and preset not in PRESETS:
+        raise unknown("preset", preset, list(PRESETS))
+    return preset
 
 
 def _upcycle(words: Sequence[str]) -> int:
@@ -280,7 +366,9 @@ def _parse(kind: type, words: Sequence[str], program: str, default: Any = None) 
             os.environ["COLUMNS"] = "500"  # tyro wraps its answer to the terminal
         with contextlib.redirect_stderr(said):
             options = {} if default is None else {"default": default}
-            return tyro.cli(kind, prog=program, args=list(words), **options)
+            # A prompt is one word, and the next one has an option of its own.
+            markers = (tyro.conf.UseAppendAction,) if kind is GenerateConfig else ()
+            return tyro.cli(kind, prog=program, args=list(words), config=markers, **options)
     except SystemExit as end:
         if not end.code:
             raise
@@ -323,12 +411,12 @@ def _reworded(answer: str, kind: type) -> str:
     return re.sub(r"^Error parsing [\w.]+: ", "", answer)  # the configs' own words
 
 
-def _options(kind: Any, prefix: str = "--") -> Iterator[str]:
-    for field in fields(kind):
-        inner, *arguments = get_args(field.type) or (field.type,)
-        if arguments == [tyro.conf.arg(name="")]:
-            yield from _options(inner)
-        elif isinstance(field.type, type) and is_dataclass(field.type):
-            yield from _options(field.type, f"{prefix}{field.name}.")
+def _options(kind: type, prefix: str = "--") -> Iterator[str]:
+    for option in fields(kind):
+        nested = get_args(option.type)[0] if get_origin(option.type) is Annotated else None
+        if isinstance(nested, type) and is_dataclass(nested):
+            yield from _options(nested)  # under no name of its own
+        elif isinstance(option.type, type) and is_dataclass(option.type):
+            yield from _options(option.type, f"{prefix}{option.name}.")
         else:
-            yield prefix + field.name.replace("_", "-")
+            yield prefix + option.name.replace("_", "-")

@@ -2,14 +2,15 @@
 
 import math
 from collections.abc import Callable, Iterable
-from dataclasses import replace
+from contextlib import ExitStack
+from dataclasses import asdict, replace
 
 import jax
 import numpy as np
 
-from switchjax import setup
+from switchjax import cluster, ending, processes, setup
 from switchjax.batch import Batch
-from switchjax.config import EvalConfig, read_config
+from switchjax.config import DistributedConfig, EvalConfig, read_config
 from switchjax.layout import Layout
 from switchjax.loss import TargetSums
 from switchjax.metrics import router_record
@@ -53,11 +54,15 @@ def evaluate(
     } | router_record(jax.tree.map(lambda *x: np.sum(x, axis=0), *routers) if routers else None)
 
 
-def evaluate_run(config: EvalConfig) -> dict[str, float]:
-    """Evaluates a checkpoint of a run, on any mesh.
+def evaluate_run(
+    config: EvalConfig, distributed: DistributedConfig | None = None
+) -> dict[str, float]:
+    """Evaluates a checkpoint of a run, on any mesh and any number of processes.
 
     Raises:
-        UserError: there is no such run or checkpoint, or it does not fit the mesh.
+        UserError: there is no such run or checkpoint, or it does not fit the mesh, or the
+            processes do not fit each other.
+        ElsewhereError: another process of this evaluation has failed, or is gone.
     """
     run = read_config(config.run)
     run = replace(
@@ -67,14 +72,20 @@ def evaluate_run(config: EvalConfig) -> dict[str, float]:
         devices=config.devices,
     )
     shape = setup.check(run)
-    saved = SavedSteps(checkpoint_directory(config.run))
-    step = saved.newest() if config.step is None else config.step
-    mesh = setup.start_devices(run, shape)
-    data = setup.read_data(run, eval_batches=config.batches)
-    data.train.close()
-    layout = Layout.of(shape)
-    with jax.set_mesh(mesh):
+    cluster.join(distributed, {"eval": asdict(config), "run": asdict(run), "mesh": asdict(shape)})
+    with ExitStack() as stack:
+        stack.enter_context(ending.telling_others())
+        saved = SavedSteps(checkpoint_directory(config.run))
+        step = saved.newest() if config.step is None else config.step
+        stack.enter_context(jax.set_mesh(setup.start_devices(run, shape)))
+        layout = Layout.of(shape)
+        data = setup.read_data(run, layout, eval_batches=config.batches)
+        data.train.close()
         state, _ = saved.restore(step, abstract_state(run, layout))
+        first = layout.place(data.eval_batches[0])
+        compiled = jax.jit(eval_step).lower(state.model, state.router_bias_XE, first).compile()
+        processes.meet()
         batches = (layout.place(batch) for batch in data.eval_batches)
-        record = evaluate(state, batches, jax.jit(eval_step))
+        record = evaluate(state, batches, compiled)
+    ending.finish()
     return {"step": step} | record | {"unigram_entropy": data.unigram_entropy}

@@ -4,18 +4,23 @@ A spec carries the name of the array it lays out, in lower case: `w_in_edf` for 
 Parameters of stacked layers get a leading dim that is never split (`jax.vmap` puts it there).
 """
 
+import math
+from collections.abc import Callable
 from dataclasses import dataclass, replace
+from typing import Any, TypeVar
 
 import jax
 import numpy as np
 from jax import P
 from jax.sharding import NamedSharding
 
-from switchjax.axes import EXPERT, MODEL, TOKENS
-from switchjax.batch import Batch
+from switchjax.axes import AXES, EXPERT, MODEL, TOKENS
+from switchjax.batch import Batch, Prompts
 from switchjax.config import ModelConfig
 from switchjax.errors import UserError
 from switchjax.mesh import Exchange, MeshShape
+
+Rows = TypeVar("Rows", Batch, Prompts)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -26,6 +31,8 @@ class Layout:
     over `(expert, model)`, a group of devices that shares tensors is a group of experts too.
     """
 
+    devices_n: P = P(AXES)
+
     # Activations.
     rows_b: P = P(TOKENS)
     tokens_bl: P = P(TOKENS, None)
@@ -34,6 +41,7 @@ class Layout:
     hidden_blf: P = P(TOKENS, None, MODEL)
     logits_blv: P = P(TOKENS, None, MODEL)
     bias_hls: P = P(MODEL, None, None)
+    kept_nbshk: P = P(None, TOKENS, None, MODEL, None)
 
     # Parameters.
     embed_vd: P = P(MODEL, None)
@@ -66,15 +74,53 @@ class Layout:
         """Of an array whose first dim is batch rows."""
         return P(TOKENS, *(None,) * (num_dims - 1))
 
-    def place(self, batch: Batch) -> Batch:
-        """This process's rows of a batch, as arrays over the mesh in use."""
+    def rows_here(self, num_rows: int) -> list[int]:
+        """Which of the rows of a batch this process's devices hold, on the mesh in use.
+
+        Processes hold the same rows where their devices differ in `model` alone.
+        """
+        sharding = NamedSharding(jax.sharding.get_mesh(), self.rows_b)
+        parts: Any = sharding.addressable_devices_indices_map((num_rows,)).values()
+        return sorted({row for part in parts for row in range(num_rows)[part[0]]})
+
+    def place(self, batch: Rows) -> Rows:
+        """The rows of a batch that are `rows_here`, as arrays over the mesh in use."""
         mesh = jax.sharding.get_mesh()
+        if jax.process_count() == 1:  # the same, faster
+            return jax.tree.map(
+                lambda x: jax.device_put(x, NamedSharding(mesh, self.rows(x.ndim))), batch
+            )
+        num_parts = math.prod(mesh.shape[axis] for axis in TOKENS)
+        num_rows = len(batch.row_B) * num_parts // len(self.rows_here(num_parts))
+        here = {row: place for place, row in enumerate(self.rows_here(num_rows))}
 
         def put(x: np.ndarray) -> jax.Array:
+            def part(index: Any) -> np.ndarray:  # of slices
+                rows = range(num_rows)[index[0]]
+                return x[here[rows[0]] : here[rows[-1]] + 1]
+
             sharding = NamedSharding(mesh, self.rows(x.ndim))
-            return jax.make_array_from_process_local_data(sharding, x)
+            return _assemble((num_rows, *x.shape[1:]), sharding, part)
 
         return jax.tree.map(put, batch)
+
+    def place_words(self, word: int) -> jax.Array:
+        """A number of each process, int32, on each of its devices of the mesh in use."""
+        sharding = NamedSharding(jax.sharding.get_mesh(), self.devices_n)
+        one = np.array([word], np.int32)
+        return _assemble((sharding.mesh.size,), sharding, lambda _: one)
+
+
+def _assemble(
+    shape: tuple[int, ...], sharding: NamedSharding, part: Callable[[Any], np.ndarray]
+) -> jax.Array:
+    """The array of which this process's devices hold `part(index)`.
+
+    Equivalent to: `jax.make_array_from_callback`, but that its transfers count as meant.
+    """
+    places = sharding.addressable_devices_indices_map(shape)
+    parts = jax.device_put([part(index) for index in places.values()], list(places))
+    return jax.make_array_from_single_device_arrays(shape, sharding, parts)
 
 
 def and_lone_axes(spec: P) -> P:

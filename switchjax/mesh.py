@@ -184,20 +184,20 @@ def _shape(name: str, values: dict) -> MeshShape:
     return MeshShape(name=name, exchange=exchange, **{axis: values[axis] for axis in AXES})
 
 
-def simulate_devices(count: int | None, shape: MeshShape) -> None:
-    """Ask for `count` CPU devices (None = as many as the mesh needs), where JAX runs on CPU.
+def simulate_devices(count: int | None, shape: MeshShape, *, num_processes: int = 1) -> None:
+    """Ask for `count` CPU devices in this process, where JAX runs on CPU.
 
     Works only before the first use of a device. Other XLA flags of the user stay as they are.
 
+    Args:
+        count: None = this process's share of the mesh.
+
     Raises:
-        UserError: the count is unequal to the mesh, or another count is already fixed.
+        UserError: the processes together have more or fewer than the mesh, or another count is
+            already fixed.
     """
-    wanted = shape.num_devices if count is None else count
-    if wanted != shape.num_devices:
-        raise UserError(
-            f"mesh {shape.name} needs {shape.num_devices} devices ({shape}), "
-            f"but --devices is {count}"
-        )
+    _check_processes(count, shape, num_processes)
+    wanted = shape.num_devices // num_processes
     flag = re.search(
         r"--xla_force_host_platform_device_count=(\S+)", os.environ.get("XLA_FLAGS", "")
     )
@@ -214,33 +214,59 @@ def simulate_devices(count: int | None, shape: MeshShape) -> None:
     try:
         jax.config.update("jax_num_cpu_devices", wanted)
     except RuntimeError:
-        if len(jax.devices()) != wanted:
+        if len(jax.local_devices()) != wanted:
             raise UserError(
-                f"JAX has already started with {len(jax.devices())} devices, "
+                f"JAX has already started with {len(jax.local_devices())} devices, "
                 f"too late for {wanted}: "
                 f"set JAX_NUM_CPU_DEVICES={wanted} in the environment"
             ) from None
 
 
+def _check_processes(count: int | None, shape: MeshShape, num_processes: int) -> None:
+    if shape.num_devices % num_processes:
+        raise UserError(
+            f"mesh {shape.name} needs {shape.num_devices} devices ({shape}), "
+            f"which {num_processes} processes cannot share evenly"
+        )
+    if count is not None and count * num_processes != shape.num_devices:
+        raise UserError(
+            f"mesh {shape.name} needs {shape.num_devices} devices ({shape}), "
+            f"but --devices is {count}"
+            + f" in each of {num_processes} processes"
+            * (num_processes > 1)
+        )
+
+
 def make_mesh(shape: MeshShape) -> jax.sharding.Mesh:
-    """The mesh on this machine's devices, all of them.
+    """The mesh on the devices of all processes, all of them.
 
     Raises:
         UserError: there are more or fewer devices than the mesh needs.
     """
     devices = jax.devices()
     if len(devices) != shape.num_devices:
+        share = shape.num_devices // jax.process_count()
         raise UserError(
             f"mesh {shape.name} needs {shape.num_devices} devices ({shape}), and JAX sees "
             f"{len(devices)} of kind {devices[0].platform}"
-            + (f": set JAX_NUM_CPU_DEVICES={shape.num_devices}" * (devices[0].platform == "cpu"))
+            + (f": set JAX_NUM_CPU_DEVICES={share}" * (devices[0].platform == "cpu"))
         )
     return jax.make_mesh(shape.sizes, AXES, devices=devices)
 
 
 def make_submesh(shape: MeshShape) -> jax.sharding.Mesh:
-    """The mesh on the first devices of this machine; the others idle."""
-    return jax.make_mesh(shape.sizes, AXES, devices=jax.devices()[: shape.num_devices])
+    """The mesh on the first devices of this machine; the others idle.
+
+    Raises:
+        UserError: there are fewer devices than the mesh needs.
+    """
+    devices = jax.devices()
+    if len(devices) < shape.num_devices:
+        raise UserError(
+            f"mesh {shape.name} needs {shape.num_devices} devices ({shape}), and JAX sees "
+            f"{len(devices)} of kind {devices[0].platform}"
+        )
+    return jax.make_mesh(shape.sizes, AXES, devices=devices[: shape.num_devices])
 
 
 @contextmanager

@@ -170,6 +170,25 @@ class RunLog:
         return f"{hours}:{minutes:02}:{seconds:02}" if hours else f"{minutes}:{seconds:02}"
 
 
+class SilentLog(RunLog):
+    """Takes the reports of a process that is not the writer, and leaves nothing."""
+
+    def __init__(self) -> None:
+        pass
+
+    def step(self, record: dict[str, float], load: np.ndarray | None) -> None:
+        assert record.keys() == set(STEP_METRICS), record.keys() ^ set(STEP_METRICS)
+
+    def evaluation(self, step: int, record: dict[str, float]) -> None:
+        pass
+
+    def say(self, text: str) -> None:
+        pass
+
+    def close(self) -> None:
+        pass
+
+
 def _progress_bar(console: Console) -> Progress:
     return Progress(
         TextColumn("step {task.completed:.0f}/{task.total:.0f}"),

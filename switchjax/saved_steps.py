@@ -12,6 +12,7 @@ import json
 import math
 import zlib
 from collections.abc import Iterator, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ import orbax.checkpoint as ocp
 import tensorstore as ts
 from flax import nnx
 
+from switchjax import processes
 from switchjax.config import RunConfig, from_dict
 from switchjax.errors import UserError
 
@@ -48,7 +50,10 @@ def checkpoint_directory(out: str | Path) -> Path:
 
 
 class SavedSteps:
-    """Read-only view of the steps saved in a directory; safe beside a run that is writing it."""
+    """Read-only view of the steps saved in a directory; safe beside a run that is writing it.
+
+    Of several processes the writer looks at the directory, and all go by what it finds.
+    """
 
     def __init__(self, directory: Path) -> None:
         self.directory = directory.absolute()
@@ -62,13 +67,19 @@ class SavedSteps:
 
     def latest(self) -> int | None:
         """The newest complete step; the broken ones passed over are in `skipped`."""
-        self.skipped = []
+        step, self.skipped = processes.from_writer(self._latest)
+        if step is not None:
+            self._checked[step] = None  # in all processes, of which one has read it
+        return step
+
+    def _latest(self) -> tuple[int | None, list[str]]:
+        skipped = []
         for step in sorted({*self._steps(), *self._interrupted}, reverse=True):
             damage = self._damage(step)
             if damage is None:
-                return step
-            self.skipped.append(f"step {step}: {damage}")
-        return None
+                return step, skipped
+            skipped.append(f"step {step}: {damage}")
+        return None, skipped
 
     def newest(self) -> int:
         """As `latest`, where there must be one.
@@ -137,7 +148,7 @@ class SavedSteps:
                     yield int(entry.name)
 
     def _read_run(self, step: int) -> dict:
-        damage = self._damage(step)
+        damage = processes.from_writer(partial(self._damage, step))
         if damage is not None:
             raise UserError(f"step {step}: {damage}, in {self.directory}")
         return json.loads((self.path(step) / RUN).read_text())

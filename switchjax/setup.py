@@ -9,10 +9,11 @@ from pathlib import Path
 
 import jax
 
-from switchjax import layout, mesh
+from switchjax import layout, mesh, processes
 from switchjax.config import RunConfig, config_file
 from switchjax.data.pipeline import Data, load_data, row_lengths
 from switchjax.errors import UserError
+from switchjax.layout import Layout
 from switchjax.mesh import MeshShape
 from switchjax.state import init_state
 from switchjax.weights import Weights, open_weights, require_fit
@@ -72,23 +73,27 @@ def open_initial_weights(config: RunConfig, shape: MeshShape) -> Weights | None:
 
 
 def start_devices(config: RunConfig, shape: MeshShape) -> jax.sharding.Mesh:
-    """The mesh on this machine's devices, simulated ones where JAX runs on CPU."""
-    mesh.simulate_devices(config.devices, shape)
+    """The mesh on the devices of all processes, simulated ones where JAX runs on CPU."""
+    mesh.simulate_devices(config.devices, shape, num_processes=processes.count())
     return mesh.make_mesh(shape)
 
 
-def read_data(config: RunConfig, *, eval_batches: int | None) -> Data:
-    """The run's text as batches, this process's rows of them.
+def read_data(config: RunConfig, layout: Layout, *, eval_batches: int | None) -> Data:
+    """The run's text as batches, of them the rows that this process holds on the mesh in use.
 
     Args:
         eval_batches: most batches of held-out examples; None = all.
+
+    Raises:
+        UserError: it does not fit, or another process has read another text.
     """
-    return load_data(
+    data = load_data(
         config.data,
         config.model.architecture,
         seed=config.seed,
         vocab_size=config.model.vocab_size,
         eval_batches=eval_batches,
-        process_index=jax.process_index(),
-        process_count=jax.process_count(),
+        rows=layout.rows_here(config.data.batch_size),
     )
+    processes.agree({"data": data.train.get_state()["stream"]})
+    return data

@@ -50,6 +50,14 @@ def train_step(
     drops the result is that of the whole batch at once, but for the balance loss, which is the
     mean over micro-batches.
     """
+    state, metrics, _ = step_with_gradient(config, layout, state, batch)
+    return state, metrics
+
+
+def step_with_gradient(
+    config: RunConfig, layout: Layout, state: TrainState, batch: Batch
+) -> tuple[TrainState, StepMetrics, SwitchTransformer]:
+    """`train_step`, and the gradient before clipping, each array in the place of its parameter."""
     optim = config.optim
     key = jax.random.fold_in(keys(config)[1], state.step)
     whole = Counts.of(batch)
@@ -78,7 +86,7 @@ def train_step(
     router_bias_XE = state.router_bias_XE
     if router_bias_XE is not None and parts.router is not None:
         router_bias_XE = moved_bias(router_bias_XE, parts.router.load_E, optim.bias_rate)
-    return TrainState(state.step + 1, model, opt_state, router_bias_XE), metrics
+    return TrainState(state.step + 1, model, opt_state, router_bias_XE), metrics, grads
 
 
 def _loss(

@@ -5,12 +5,11 @@ been sent off, so the device never waits for Python.
 """
 
 import errno
-import math
 import signal
-import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from typing import NamedTuple
@@ -19,18 +18,19 @@ import jax
 import jax.numpy as jnp
 from rich.console import Console
 
-from switchjax import setup
+from switchjax import cluster, ending, processes, setup
 from switchjax.batch import Batch
 from switchjax.checkpoint import Checkpoints
-from switchjax.config import RunConfig, write_config
+from switchjax.config import DistributedConfig, RunConfig, to_dict, write_config
 from switchjax.data.pipeline import Data
 from switchjax.errors import NonFiniteError, UserError
 from switchjax.evaluate import EvalStep, evaluate
 from switchjax.layout import Layout
-from switchjax.metrics import StepMetrics, router_record
+from switchjax.mesh import MeshShape
+from switchjax.metrics import StepMetrics
 from switchjax.model import switch_layer_names
-from switchjax.moe.layer import RouterStats
-from switchjax.runlog import RunLog
+from switchjax.reporting import Report
+from switchjax.runlog import RunLog, SilentLog
 from switchjax.saved_steps import checkpoint_directory, named_leaves
 from switchjax.state import (
     TrainState,
@@ -40,6 +40,7 @@ from switchjax.state import (
     init_state,
 )
 from switchjax.step import eval_step, train_step
+from switchjax.stopping import stop_signal, together
 from switchjax.weights import ROUTER_BIAS, Weights, load_array, load_model, open_weights
 
 _DISK_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
@@ -56,29 +57,48 @@ class Result(NamedTuple):
     """What cut the run short."""
 
 
-def train(config: RunConfig, console: Console | None = None) -> Result:
+def train(
+    config: RunConfig,
+    console: Console | None = None,
+    distributed: DistributedConfig | None = None,
+) -> Result:
     """Trains to `config.steps`, or until SIGTERM or Ctrl-C, which save first.
+
+    Of several processes all train and save together, and the first alone writes and prints.
 
     Raises:
         UserError: something does not fit; before any long work where that can be known.
         NonFiniteError: a loss or gradient is infinite or NaN; the last checkpoint is intact.
+        ElsewhereError: another process of this run has failed, or is gone.
     """
-    console = console or Console()
     shape = setup.check(config)
     setup.check_directory(Path(config.out), resume=config.resume)
-    weights = None if config.resume else setup.open_initial_weights(config, shape)
-    mesh = setup.start_devices(config, shape)
-    _say(console, "reading the text ...")
-    data = setup.read_data(config, eval_batches=config.eval_batches)
-    try:
-        with ExitStack() as stack:
-            stack.callback(data.train.close)
-            stack.enter_context(jax.set_mesh(mesh))
-            checkpoints = _open_checkpoints(config, console)
-            stack.callback(checkpoints.close)
-            run = _Run(config, Layout.of(shape), data, weights, checkpoints, console)
+    cluster.join(distributed, {"run": to_dict(config), "mesh": asdict(shape)})
+    console = (console or Console()) if processes.is_writer() else Console(quiet=True)
+    with ending.telling_others(), _full_disk_in_one_line(config.out):
+        result, data = _train(config, shape, console)
+    ending.finish()
+    _say_end(result, data, console)
+    return result
+
+
+def _train(config: RunConfig, shape: MeshShape, console: Console) -> tuple[Result, Data]:
+    with ExitStack() as stack:
+        mesh = setup.start_devices(config, shape)  # reading a checkpoint would fix their number
+        weights = None if config.resume else setup.open_initial_weights(config, shape)
+        stack.enter_context(jax.set_mesh(mesh))
+        layout = Layout.of(shape)
+        _say(console, "reading the text ...")
+        data = setup.read_data(config, layout, eval_batches=config.eval_batches)
+        stack.callback(data.train.close)
+        checkpoints = _open_checkpoints(config, console)
+        stack.callback(checkpoints.close)
+        run = _Run(config, layout, data, weights, checkpoints, console)
+        # Others learn of a failure before anything is closed here, which may wait for them.
+        with ending.telling_others(), _full_disk_in_one_line(config.out):
             start = _start(run)
-            write_config(config, config.out)
+            if processes.is_writer():
+                write_config(config, config.out)
             _say(
                 console,
                 f"mesh {shape.name} ({shape}) on {mesh.devices.flat[0].platform}",
@@ -89,15 +109,19 @@ def train(config: RunConfig, console: Console | None = None) -> Result:
             )
             compiled = _compile(run, start.state)
             log = stack.enter_context(_open_log(config, start.step + 1, console))
-            result = _loop(run, start, compiled, log)
+            return _loop(run, start, compiled, log), data
+
+
+@contextmanager
+def _full_disk_in_one_line(out: str) -> Iterator[None]:
+    try:
+        yield
     except OSError as error:
         if error.errno not in _DISK_FULL:
             raise
         if (first := _earlier(error)) is not None:
             raise first from None
-        raise UserError(f"cannot write to {config.out}: {error.strerror}") from error
-    _say_end(result, data, console)
-    return result
+        raise UserError(f"cannot write to {out}: {error.strerror}") from error
 
 
 def _earlier(error: BaseException) -> UserError | NonFiniteError | None:
@@ -133,6 +157,7 @@ class _Compiled(NamedTuple):
     train_step: Callable[[TrainState, Batch], tuple[TrainState, StepMetrics]]
     eval_step: EvalStep
     are_finite: Callable[[TrainState], dict[str, jax.Array]]
+    largest: Callable[[jax.Array], jax.Array]
 
 
 def _say(console: Console, *lines: str) -> None:
@@ -149,6 +174,8 @@ def _open_checkpoints(config: RunConfig, console: Console) -> Checkpoints:
 
 
 def _open_log(config: RunConfig, first_step: int, console: Console) -> RunLog:
+    if not processes.is_writer():
+        return SilentLog()
     return RunLog(
         Path(config.out),
         total_steps=config.steps,
@@ -188,11 +215,16 @@ def _start(run: _Run) -> _Start:
 def _first_state(run: _Run) -> TrainState:
     config, weights = run.config, run.weights
     if config.init_from is None:
-        return jax.jit(partial(init_state, config, run.layout))()
+        initial = jax.jit(partial(init_state, config, run.layout)).lower().compile()
+        processes.meet()
+        return initial()
     if weights is None:  # a run to resume that was stopped before its first checkpoint
         weights = open_weights(config.init_from)
     target = abstract_state(config, run.layout)
-    state = jax.jit(partial(first_state, config))(load_model(weights, target.model))
+    model = load_model(weights, target.model)
+    initial = jax.jit(partial(first_state, config)).lower(model).compile()
+    processes.meet()
+    state = initial(model)
     started = "step, learning-rate schedule, optimizer state and data begin anew"
     if weights.router_bias is not None and target.router_bias_XE is not None:
         bias_XE = load_array(weights, ROUTER_BIAS, target.router_bias_XE)
@@ -215,8 +247,10 @@ def _compile(run: _Run, state: TrainState) -> _Compiled:
         jax.jit(step, donate_argnums=0).lower(state, batch).compile(compiler_options=options),
         jax.jit(eval_step).lower(state.model, state.router_bias_XE, batch).compile(),
         jax.jit(_are_finite).lower(state).compile(),
+        jax.jit(jnp.max).lower(run.layout.place_words(0)).compile(),
     )
     _say(run.console, f"compiled in {time.perf_counter() - began:.1f} s")
+    processes.meet()
     return compiled
 
 
@@ -240,9 +274,12 @@ def _require_finite(step: int, are_finite: dict[str, jax.Array]) -> None:
 def _loop(run: _Run, start: _Start, compiled: _Compiled, log: RunLog) -> Result:
     config, layout, data, _, checkpoints, console = run
     eval_batches = [layout.place(batch) for batch in data.eval_batches]
-    report = _Report(log, start.tokens)
+    report = Report(log, start.tokens)
     number, state, evaluation, stop = start.step, start.state, None, None
-    with _stop_signal() as stopped, jax.transfer_guard("disallow"):
+    with stop_signal() as received, jax.transfer_guard("disallow"):
+        stopped = (
+            received if processes.count() == 1 else together(received, layout, compiled.largest)
+        )
         while number < config.steps and stop is None:
             number += 1
             report.begin()
@@ -282,81 +319,3 @@ def _say_end(result: Result, data: Data, console: Console) -> None:
             f"held-out cross-entropy {ce:.3f} nats, "
             f"{abs(1 - ce / entropy):.0%} {side} the unigram entropy",
         )
-
-
-class _Report:
-    """Hands each step's metrics to the log once the device has moved on."""
-
-    def __init__(self, log: RunLog, tokens: int):
-        self.tokens = tokens
-        self._steps = self._fell_back = 0
-        self._log = log
-        self._waiting: tuple[int, StepMetrics] | None = None
-        self._began = self._last = time.perf_counter()
-
-    def begin(self) -> None:
-        """Starts a step's clock, unless the step before, still on the device, will do so."""
-        if self._waiting is None:
-            self._last = time.perf_counter()
-
-    def later(self, step: int, metrics: StepMetrics) -> None:
-        """Reports the step before, and keeps this one."""
-        self.now()
-        self._waiting = step, metrics
-
-    def now(self) -> None:
-        """Reports the step that waits, if one does.
-
-        Raises:
-            NonFiniteError: its loss or gradient is infinite or NaN.
-        """
-        if self._waiting is None:
-            return
-        (step, metrics), self._waiting = jax.device_get(self._waiting), None
-        time_now = time.perf_counter()
-        self.tokens += int(metrics.tokens)
-        names = ("loss", "ce", "aux", "z", "grad_norm", "learning_rate")
-        record = {"step": step, "tokens": self.tokens}
-        record |= {name: float(getattr(metrics, name)) for name in names}
-        record |= router_record(metrics.router)
-        record["fallback_share"] = self._count_fallback(metrics.router)
-        record["tokens_per_second"] = int(metrics.tokens) / (time_now - self._last)
-        record["seconds"] = time_now - self._began
-        self._last = time_now
-        self._log.step(record, None if metrics.router is None else metrics.router.load_E)
-        for name in names:
-            if not math.isfinite(record[name]):
-                raise NonFiniteError(f"step {step}: {name} is {record[name]}")
-
-    def _count_fallback(self, router: RouterStats | None) -> float:
-        """Share of this process's steps in which a buffer was too small and the slow way taken."""
-        self._steps += 1
-        self._fell_back += router is not None and bool(router.fell_back.any())
-        return self._fell_back / self._steps
-
-
-@contextmanager
-def _stop_signal() -> Iterator[Callable[[], signal.Signals | None]]:
-    """Gives a function that says which of SIGTERM and SIGINT has come, if any.
-
-    A second one acts as usual, at once. Outside the main thread, where Python does not allow
-    handlers, signals act as usual too.
-    """
-    received: list[signal.Signals] = []
-    if threading.current_thread() is not threading.main_thread():
-        yield lambda: None
-        return
-    previous = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
-
-    def receive(number, frame):
-        received.append(signal.Signals(number))
-        for each, handler in previous.items():
-            signal.signal(each, handler)
-
-    for number in previous:
-        signal.signal(number, receive)
-    try:
-        yield lambda: received[0] if received else None
-    finally:
-        for number, handler in previous.items():
-            signal.signal(number, handler)

@@ -7,9 +7,7 @@ their checksums; it gets its name once it is complete. Names are those of `named
 """
 
 import json
-import os
 import shutil
-import tempfile
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -19,7 +17,7 @@ import jax
 import numpy as np
 from safetensors import SafetensorError, safe_open
 
-from switchjax.config import RunConfig, config_file, read_config, write_config
+from switchjax.config import RunConfig, read_config, write_config
 from switchjax.errors import UserError
 from switchjax.saved_steps import (
     MANIFEST,
@@ -30,14 +28,13 @@ from switchjax.saved_steps import (
     misfit,
     named_leaves,
 )
+from switchjax.tensor_files import DTYPES, new_directory, write_tensor_file
 
 Index = tuple[int | slice, ...]
 Shapes = dict[str, jax.ShapeDtypeStruct]
 
 ROUTER_BIAS = "router_bias_XE"
 _FILES = "weights"
-_DTYPES = {"float32": "F32"}
-"""Names that safetensors has for the dtypes of parameters."""
 
 
 @dataclass(frozen=True)
@@ -120,8 +117,8 @@ def _of_directory(path: Path, config: RunConfig) -> Weights:
     def shape(name: str) -> jax.ShapeDtypeStruct:
         with stored(name) as file:
             part = file.get_slice(name)
-            (dtype,) = (ours for ours, theirs in _DTYPES.items() if theirs == part.get_dtype())
-            return jax.ShapeDtypeStruct(tuple(part.get_shape()), np.dtype(dtype))
+            dtype = np.dtype(DTYPES[part.get_dtype()])
+            return jax.ShapeDtypeStruct(tuple(part.get_shape()), dtype)
 
     def read(name: str, index: Index = ()) -> np.ndarray:
         with stored(name) as file:
@@ -175,59 +172,16 @@ def write_weights(
         pieces: of an array by name: its values in C order, cut anywhere.
 
     Raises:
-        UserError: the directory exists and is not empty, or cannot be written; it is then as
-            before.
+        UserError: the directory exists and is not empty, or cannot be written.
     """
-    directory = Path(directory)
-    require_empty(directory)
-    try:
-        directory.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(dir=directory.parent, prefix=".writing-") as made:
-            temporary = Path(made) / directory.name
-            (temporary / _FILES).mkdir(parents=True)
-            for name, shape in shapes.items():
-                file = temporary / _FILES / f"{name}.safetensors"
-                _write_array(file, name, shape, pieces(name))
-            if config.data.tokenizer != "bytes":
-                tokenizer = shutil.copy(Path(config.data.tokenizer).expanduser(), temporary)
-                data = replace(config.data, tokenizer=Path(tokenizer).name)
-                config = replace(config, data=data)
-            write_config(replace(config, out=str(directory)), temporary)
-            manifest = {"files": digests(temporary)}
-            (temporary / MANIFEST).write_text(json.dumps(manifest, indent=1))
-            os.replace(temporary, directory)
-    except OSError as error:
-        raise UserError(f"cannot write {directory}: {error}") from error
-
-
-def require_empty(directory: str | Path) -> None:
-    """Raises UserError unless a new directory may have this name."""
-    directory = Path(directory)
-    if config_file(directory).exists():
-        raise UserError(f"{directory} holds a run or weights already: choose another name")
-    if directory.exists() and not (directory.is_dir() and not any(directory.iterdir())):
-        raise UserError(f"{directory} exists and is no empty directory: choose another name")
-
-
-def _write_array(
-    path: Path, name: str, shape: jax.ShapeDtypeStruct, pieces: Iterator[np.ndarray]
-) -> None:
-    """A safetensors file of one array: length of the header, header, bytes.
-
-    The library writes arrays that are whole in memory, and so cannot write these.
-    """
-    num_bytes = shape.size * shape.dtype.itemsize
-    described = {
-        "dtype": _DTYPES[str(shape.dtype)],
-        "shape": shape.shape,
-        "data_offsets": (0, num_bytes),
-    }
-    header = json.dumps({name: described}).encode()
-    header += b" " * (-len(header) % 8)
-    with path.open("wb") as file:
-        file.write(len(header).to_bytes(8, "little") + header)
-        for piece in pieces:
-            assert piece.dtype == shape.dtype, (name, piece.dtype, shape.dtype)
-            file.write(np.ascontiguousarray(piece).data)
-        written = file.tell() - 8 - len(header)
-    assert written == num_bytes, (name, written, num_bytes)
+    with new_directory(directory) as temporary:
+        (temporary / _FILES).mkdir()
+        for name, shape in shapes.items():
+            file = temporary / _FILES / f"{name}.safetensors"
+            write_tensor_file(file, {name: shape}, pieces)
+        if config.data.tokenizer != "bytes":
+            tokenizer = shutil.copy(Path(config.data.tokenizer).expanduser(), temporary)
+            config = replace(config, data=replace(config.data, tokenizer=Path(tokenizer).name))
+        write_config(replace(config, out=str(directory)), temporary)
+        manifest = {"files": digests(temporary)}
+        (temporary / MANIFEST).write_text(json.dumps(manifest, indent=1))

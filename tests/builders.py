@@ -115,12 +115,29 @@ def start(config: RunConfig, layout: Layout = SEPARATE) -> TrainState:
     the same as one made on any mesh.
     """
     places, tree = jax.tree.flatten(abstract_state(config, layout).model)
-    arrays = jax.tree.leaves(_model(config.model, config.seed))
+    # How a model routes and computes does not decide what it is made of.
+    made = ModelConfig(**{name: getattr(config.model, name) for name in _MADE_OF})
+    arrays = jax.tree.leaves(_model(made, config.seed))
     model = tree.unflatten(
         jax.device_put(x, place.sharding) for x, place in zip(arrays, places, strict=True)
     )
     opt_state = jax.jit(make_optimizer(config.optim).init)(model)
     return TrainState(jax.numpy.int32(0), model, opt_state, init_router_bias(config))
+
+
+_MADE_OF = (
+    "architecture",
+    "vocab_size",
+    "d_model",
+    "d_ff",
+    "num_heads",
+    "d_kv",
+    "num_layers",
+    "activation",
+    "moe_every",
+    "num_experts",
+    "init_scale",
+)
 
 
 @cache

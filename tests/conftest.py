@@ -1,4 +1,4 @@
-"""Eight simulated devices for every test, set before JAX starts."""
+"""Eight simulated devices for every test, set before JAX starts; what meshes differ by, at last."""
 
 import os
 
@@ -18,3 +18,33 @@ def forget_programs():
     """Each compiled program takes hundreds of memory maps, of which Linux gives a process 65530."""
     yield
     jax.clear_caches()
+
+
+# Of each quantity that meshes were compared in: largest deviation, its limit, where it was.
+_DEVIATIONS = pytest.StashKey[dict[str, tuple[float, float, str]]]()
+
+
+@pytest.fixture(scope="session")
+def report_deviations(pytestconfig):
+    """Takes a comparison's name and rows; the end of the test report has the largest of each."""
+    largest = pytestconfig.stash.setdefault(_DEVIATIONS, {})
+
+    def report(name, rows):
+        for row in rows:
+            if not row.deviation <= largest.get(row.name, (-1.0,))[0]:
+                largest[row.name] = (row.deviation, row.limit, name)
+
+    return report
+
+
+def pytest_terminal_summary(terminalreporter, config):
+    """The table of them, where meshes were compared."""
+    largest = config.stash.get(_DEVIATIONS, {})
+    if not largest:
+        return
+    terminalreporter.section("largest deviation between meshes")
+    terminalreporter.write_line(f"{'quantity':26} {'largest':>8} {'limit':>8}  where")
+    for name, (deviation, limit, where) in largest.items():
+        terminalreporter.write_line(
+            f"{name:26} {deviation:8.1e} {limit:8.1e}  {where if deviation else ''}".rstrip()
+        )

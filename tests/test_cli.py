@@ -286,10 +286,29 @@ def test_a_run_goes_on_only_as_itself(refused, finished, words, answer):
             "plan --model.num-expert 4",
             "unknown option --model.num-expert; did you mean --model.num",
         ),
+        ("verify", "two or more different meshes to compare, got none"),
+        ("verify --mesh data8", "two or more different meshes to compare, got data8"),
+        ("verify --mesh data8 --mesh data8", "different meshes to compare, got data8, data8"),
+        ("verify --mesh single --mesh dato8", "no mesh 'dato8'; did you mean data8?"),
+        ("verify --mesh single --mesh data=3", "mesh data=3: data * expert = 3 must divide "),
+        ("verify --mesh single --mesh data=16", "needs 16 devices (data=16,expert=1,model=1), and"),
+        ("verify --mesh single --mesh data8 --model.dtype bfloat16", "add --model.dtype float32"),
+        ("verify --mesh single --mesh expert8,wire=float8", "expert8,wire=float8: wire float8 rou"),
+        ("verify --mesh single --mesh expert8,dispatcher=ragged", "with --model.capacity-factor 8"),
+        ("verify --mesh single --mesh data8 --steps 0", "run.steps must be positive, got 0"),
+        ("verify --mesh single --mesh data8 --out x", "unknown option --out; see --help"),
+        ("verify --preset tinny", "no preset 'tinny'; did you mean tiny?"),
+        ("verify {folder}/none --mesh single", "{folder}/none holds no run (config.json is mis"),
+        ("verify {finished} --preset tiny", "verify RUN has the run's own config: leave out --pr"),
         ("upcycle {finished}", "--out is missing"),
         ("upcycle {finished} {folder}", "{folder} exists and is no empty directory"),
         ("upcycle {finished} {folder}/x --moe-every 2", "num_layers 1 must be a multiple of "),
         ("train --init-from {folder}/none", "{folder}/none holds no run (config.json is missing)"),
+        ("generate", "--checkpoint is missing"),
+        ("generate {finished}", "generate.prompt: there is nothing to continue"),
+        ("generate {finished} --prompt a b", "unexpected argument 'b'"),
+        ("generate {finished} --prompt a --step 7", "step 7: there is no such checkpoint"),
+        ("generate {finished} --prompt a --top-k 2", "top_k 2 needs a temperature above 0"),
         ("tokenizer train", "--out is missing"),
         ("tokenizer train --out x --files {folder}/*.text", "no file matches '{folder}/*.text'"),
         ("tokenizer train --out x --vocab-size 0", "tokenizer.vocab_size must be positive, got 0"),
@@ -313,6 +332,32 @@ def test_mistakes_of_other_commands(refused, folder, finished, words, answer):
     assert answer.format(folder=folder, finished=finished) in line
 
 
+# --- Verify ---------------------------------------------------------------------------------
+
+
+def test_meshes_are_compared(call, finished):
+    """Of a run's config, on its own text; a dispatcher that drops nothing where nothing drops."""
+    words = ["--mesh", "single", "--mesh", "data=2,expert=2,dispatcher=ragged"]
+    words += [*SWITCH, "--model.capacity-factor", "8", "--steps", "2"]
+    status, said, errors = call("verify", finished, *words)
+    assert (status, errors) == (0, "")
+    assert "dispatcher=ragged (data=2,expert=2,model=1): 2 steps in " in said
+    assert "Deviation from single in 2 steps" in said
+    for quantity in ("loss", "expert load", "gradient: router", "parameters: experts"):
+        assert quantity in said
+    assert said.endswith("the numbers are the same on all 2 meshes\n")
+
+
+def test_a_difference_is_a_failure(call, folder):
+    """Numbers that are none are the same as nothing."""
+    words = [*SMALL, "--data.files", folder / "good.txt", "--mesh", "single", "--mesh", "data=2"]
+    words += ["--optim.optimizer", "sgd", "--optim.learning-rate", "1e30", "--optim.warmup-steps"]
+    status, said, errors = call("verify", *words, "1")
+    assert (status, errors) == (1, "")
+    assert "nan !" in said
+    assert re.search(r"\d+ beyond their limits: .*parameters: embedding on data=2", said)
+
+
 def test_too_many_devices_are_asked_for_elsewhere(folder, monkeypatch):  # case 25
     monkeypatch.setenv("XLA_FLAGS", "--xla_force_host_platform_device_count=4")
     ended = run_process("train", *SMALL, "--mesh", "data8", "--out", folder / "out")
@@ -333,6 +378,8 @@ def test_too_many_devices_are_asked_for_elsewhere(folder, monkeypatch):  # case 
         ("train --help", "--model.num-experts INT"),
         ("train --preset switch-c --help", "(default: 2048)"),
         ("eval --help", "--batches"),
+        ("generate --help", "knows of no other task, such as translation"),  # case 49
+        ("verify --help", "--mesh STR"),
         ("upcycle --help", "--output-scale"),
         ("plan --help", "--batch-tokens"),
         ("tokenizer train --help", "--vocab-size"),
@@ -396,6 +443,19 @@ def test_evaluation(call, finished):
     assert record["ce"] == pytest.approx(last["ce"], rel=1e-4)  # printed with six digits
     assert record["targets"] == last["targets"] > 0
     assert "unigram entropy" in record
+
+
+def test_continuations(call, finished):
+    """Of two prompts, on another mesh, whatever the order; 16 tokens fit."""
+    words = ("generate", finished, "--mesh", "data=4,model=2", "--max-new-tokens", 3)
+    texts = ("the cat", " sat")
+    status, said, errors = call(*words, "--prompt", texts[0], "--prompt", texts[1])
+    assert (status, errors) == (0, "")
+    _, turned, _ = call(*words, "--prompt", texts[1], "--prompt", texts[0])
+    assert sorted(turned) == sorted(said)
+    status, said, errors = call(*words, "--prompt", "the cat sat on the mat")
+    assert (status, said) == (2, "")
+    assert "prompt 1 has 23 tokens, " in errors and "its buffer room for 16" in errors
 
 
 def test_an_experiment_file(folder):

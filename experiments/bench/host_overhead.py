@@ -40,7 +40,7 @@ def bare_seconds() -> float:
     """Of STEPS calls of the compiled step on one batch."""
     layout = Layout()
     with jax.set_mesh(setup.start_devices(CONFIG, setup.check(CONFIG))):
-        data = setup.read_data(CONFIG, eval_batches=1)
+        data = setup.read_data(CONFIG, layout, eval_batches=1)
         batch = layout.place(next(data.train))
         data.train.close()
         state = jax.jit(partial(init_state, CONFIG, layout))()

@@ -84,7 +84,7 @@ def empty_like(example: Example, pad_id: int) -> Example:
     )
 
 
-def to_batch(examples: Sequence[Example], rows: range) -> Batch:
+def to_batch(examples: Sequence[Example], rows: Sequence[int]) -> Batch:
     """A batch of these examples, which are the rows `rows` of the whole batch."""
     columns = [None if c[0] is None else np.stack(c) for c in zip(*examples, strict=True)]
     return Batch(np.asarray(rows, np.int32), *columns)

@@ -1,7 +1,7 @@
 """From a data config to training and evaluation batches: text, tokens, examples, split.
 
 Decides which examples are held out and what an evaluation sees. Knows nothing of devices; a
-process is a number and a count here.
+process is the rows that it holds here.
 """
 
 import hashlib
@@ -18,7 +18,7 @@ from switchjax.data.corpus import documents_of
 from switchjax.data.examples import Examples, empty_like, encode_documents, to_batch
 from switchjax.data.packing import PackedExamples
 from switchjax.data.spans import SpanExamples, sentinels_for, span_lengths
-from switchjax.data.stream import TrainStream, process_rows
+from switchjax.data.stream import TrainStream
 from switchjax.data.tokenizer import Tokenizer, load_tokenizer
 from switchjax.errors import UserError
 
@@ -67,17 +67,18 @@ def load_data(
     seed: int,
     vocab_size: int,
     eval_batches: int | None,
-    process_index: int = 0,
-    process_count: int = 1,
+    rows: Sequence[int] | None = None,
 ) -> Data:
     """Reads the text and gives its batches; `vocab_size` is the model's; all held-out batches if
     `eval_batches` is None.
+
+    Args:
+        rows: of each batch, those that this process holds; None = all.
 
     Raises:
         UserError: text, tokenizer or numbers do not fit; what needs no text is checked first.
     """
     lengths = row_lengths(config, architecture)
-    rows = process_rows(config.batch_size, process_index, process_count)
     tokenizer = _fitting_tokenizer(config, architecture, vocab_size)
     documents = documents_of(config.files, config.json_field)
     examples, tokens = build_examples(documents, tokenizer, config, architecture)
@@ -88,14 +89,13 @@ def load_data(
         batch_size=config.batch_size,
         seed=seed,
         identity=_identity(config, architecture, tokens),
-        process_index=process_index,
-        process_count=process_count,
+        rows=rows,
     )
     evaluated = held_out[: None if eval_batches is None else eval_batches * config.batch_size]
     batches = held_out_batches(examples, evaluated, config.batch_size, tokenizer.pad_id)
     return Data(
         train=stream,
-        eval_batches=[_take_rows(batch, rows) for batch in batches],
+        eval_batches=batches if rows is None else [_take_rows(batch, rows) for batch in batches],
         tokenizer=tokenizer,
         decoder_length=lengths[-1],
         encoder_length=None if architecture == "decoder_only" else lengths[0],
@@ -195,6 +195,5 @@ def _identity(
     return {"architecture": architecture, "text": text, **settings}
 
 
-def _take_rows(batch: Batch, rows: range) -> Batch:
-    part = slice(rows.start, rows.stop)
-    return Batch(*(None if values is None else values[part] for values in batch))
+def _take_rows(batch: Batch, rows: Sequence[int]) -> Batch:
+    return Batch(*(None if values is None else values[list(rows)] for values in batch))

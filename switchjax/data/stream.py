@@ -3,8 +3,8 @@
 Decides order, epochs and who gets which rows. Knows nothing of what an example is made of.
 """
 
-from collections.abc import Mapping
-from functools import partial
+import sys
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import grain
@@ -22,9 +22,9 @@ _PREFETCH = grain.ReadOptions(num_threads=1, prefetch_buffer_size=4)
 class TrainStream:
     """Batches without end; every epoch is another order and other random choices.
 
-    Process p of P gets rows p * B / P up to (p + 1) * B / P of each batch, so that all together
-    are the batch of a single process, in its order. The position counts batches handed out, not
-    those prepared ahead, and so means the same for any number of processes.
+    A process gets its own `rows` of each batch, so that all together are the batch of a single
+    process, in its order. The position counts batches handed out, not those prepared ahead, and
+    so means the same for any number of processes.
     """
 
     def __init__(
@@ -35,17 +35,18 @@ class TrainStream:
         batch_size: int,
         seed: int,
         identity: Mapping[str, str | int | float],
-        process_index: int = 0,
-        process_count: int = 1,
+        rows: Sequence[int] | None = None,
     ):
         """Streams `examples[indices]`, `batch_size` rows over all processes.
 
-        `identity` names what else the stream depends on; it is saved with the position.
+        Args:
+            identity: names what else the stream depends on; it is saved with the position.
+            rows: those of this process, of `range(batch_size)`; None = all.
 
         Raises:
-            UserError: `batch_size` does not divide, or there are fewer examples than that.
+            UserError: there are fewer examples than `batch_size`.
         """
-        rows = process_rows(batch_size, process_index, process_count)
+        mine = range(batch_size) if rows is None else rows
         if len(indices) < batch_size:
             raise UserError(
                 f"data: the text is too short for one batch: {len(indices)} training examples, "
@@ -63,17 +64,18 @@ class TrainStream:
         # Not `seed` itself: grain shuffles epoch e with seed + e, so neighbouring seeds would
         # see the same orders one epoch apart.
         shuffle_seed, example_seed = map(int, np.random.SeedSequence(seed).generate_state(2))
-        stream = (
+        stream: Any = (  # grain allows for missing elements: there are none
             grain.MapDataset.range(len(indices))
             .shuffle(seed=shuffle_seed)
             .repeat()
             .random_map(example, seed=example_seed)  # by place in the stream, epoch included
-            # Nothing remains of a stream without end; grain overflows on counting it in ones.
-            .batch(len(rows), drop_remainder=True, batch_fn=partial(to_batch, rows=rows))
         )
-        # Small batch s * P + p is part p of the whole batch s.
-        mine = stream[process_index::process_count]
-        self._iterator = mine.to_iter_dataset(_PREFETCH).__iter__()
+
+        def batch(step: int) -> Batch:
+            return to_batch([stream[step * batch_size + row] for row in mine], mine)
+
+        steps = grain.MapDataset.range(sys.maxsize // batch_size).map(batch)  # without end
+        self._iterator = steps.to_iter_dataset(_PREFETCH).__iter__()
 
     def __iter__(self) -> "TrainStream":
         return self
@@ -104,18 +106,3 @@ class TrainStream:
     def close(self) -> None:
         """Ends the thread that prepares batches."""
         self._iterator.close()
-
-
-def process_rows(batch_size: int, process_index: int, process_count: int) -> range:
-    """Which rows of a whole batch process `process_index` holds.
-
-    Raises:
-        UserError: the processes do not divide the batch.
-    """
-    assert 0 <= process_index < process_count, (process_index, process_count)
-    if batch_size % process_count:
-        raise UserError(
-            f"data.batch_size {batch_size} must be a multiple of the {process_count} processes"
-        )
-    share = batch_size // process_count
-    return range(process_index * share, (process_index + 1) * share)

@@ -5,9 +5,7 @@ refuse is refused before anything is written, and a directory gets its name once
 """
 
 import json
-import os
 import shutil
-import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -36,7 +34,8 @@ from switchjax.interop.tensors import Stored, Tensors, write_tensors
 from switchjax.interop.their_config import model_of, optim_of, read_theirs, slots_of, theirs_of
 from switchjax.saved_steps import misfit
 from switchjax.state import model_shapes
-from switchjax.weights import open_weights, require_empty, write_weights
+from switchjax.tensor_files import new_directory, require_empty
+from switchjax.weights import open_weights, write_weights
 
 _SHARD_BYTES = 2 * 10**9
 _TOKENIZER = "spiece.model"
@@ -116,7 +115,7 @@ def to_hugging_face(
 
     dtype = _DTYPES[options.dtype]
     tensor_shapes = {name: tensor.shape for name, (_, tensor) in sources.items()}
-    with _new_directory(out) as temporary, _progress(weights.shapes) as advance:
+    with new_directory(out) as temporary, _progress(weights.shapes) as advance:
 
         def read(name: str) -> np.ndarray:
             ours, tensor = sources[name]
@@ -205,20 +204,6 @@ def _notes_back(family: Family, config: RunConfig) -> Iterator[str]:
             "the Switch Transformers of transformers have no gated layers: these tensors are "
             "named as T5's (wi_0, wi_1), and its classes do not load them"
         )
-
-
-@contextmanager
-def _new_directory(out: Path) -> Iterator[Path]:
-    """A directory to fill, which gets its name once all went well."""
-    try:
-        out.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(dir=out.parent, prefix=".writing-") as made:
-            temporary = Path(made) / out.name
-            temporary.mkdir()
-            yield temporary
-            os.replace(temporary, out)
-    except OSError as error:
-        raise UserError(f"cannot write {out}: {error.strerror or error}") from error
 
 
 @contextmanager

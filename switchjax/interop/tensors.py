@@ -8,14 +8,15 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import jax
 import numpy as np
 from safetensors import SafetensorError, safe_open
 
 from switchjax.errors import UserError
+from switchjax.tensor_files import DTYPES, write_tensor_file
 
 _SINGLE = "model.safetensors"
 _INDEX = "model.safetensors.index.json"
-_DTYPES = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 
 
 class Stored(NamedTuple):
@@ -27,7 +28,7 @@ class Stored(NamedTuple):
     @property
     def is_read(self) -> bool:
         """Whether `Tensors.read` makes float32 of it."""
-        return self.dtype in _DTYPES.values()
+        return self.dtype in DTYPES.values()
 
 
 class Tensors:
@@ -46,7 +47,7 @@ class Tensors:
             for name in file.keys():
                 part = file.get_slice(name)
                 dtype = str(part.get_dtype())
-                self.stored[name] = Stored(_DTYPES.get(dtype, dtype), tuple(part.get_shape()))
+                self.stored[name] = Stored(DTYPES.get(dtype, dtype), tuple(part.get_shape()))
                 self._files[name] = path
         lost = [name for name, path in index.items() if self._files.get(name) != path]
         if lost:
@@ -111,7 +112,12 @@ def write_tensors(
         if len(shards) > 1:
             file = f"model-{number:05}-of-{len(shards):05}.safetensors"
         files |= dict.fromkeys(names, file)
-        _write_file(directory / file, {name: shapes[name] for name in names}, dtype, read)
+        write_tensor_file(
+            directory / file,
+            {name: jax.ShapeDtypeStruct(shapes[name], dtype) for name in names},
+            lambda name: [read(name).astype(dtype, copy=False)],
+            metadata={"format": "pt"},
+        )
     if len(shards) > 1:
         total = sum(_bytes(shape, dtype.itemsize) for shape in shapes.values())
         index = {"metadata": {"total_size": total}, "weight_map": files}
@@ -135,26 +141,3 @@ def _shards(
         names.append(name)
         size += more
     yield names
-
-
-def _write_file(
-    path: Path,
-    shapes: dict[str, tuple[int, ...]],
-    dtype: np.dtype,
-    read: Callable[[str], np.ndarray],
-) -> None:
-    """Length of the header, header, bytes. The library's own writer wants all of it in memory."""
-    (theirs,) = (theirs for theirs, ours in _DTYPES.items() if ours == str(dtype))
-    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
-    end = 0
-    for name, shape in shapes.items():
-        start, end = end, end + _bytes(shape, dtype.itemsize)
-        header[name] = {"dtype": theirs, "shape": shape, "data_offsets": (start, end)}
-    text = json.dumps(header).encode()
-    text += b" " * (-len(text) % 8)
-    with path.open("wb") as file:
-        file.write(len(text).to_bytes(8, "little") + text)
-        for name, shape in shapes.items():
-            values = np.ascontiguousarray(read(name), dtype)
-            assert values.shape == shape, (name, values.shape, shape)
-            file.write(values.view(np.uint8).data if values.size else b"")

@@ -26,7 +26,8 @@ from switchjax.errors import UserError
 from switchjax.interop.options import UpcycleConfig
 from switchjax.nn.init import draw
 from switchjax.state import model_shapes
-from switchjax.weights import Weights, open_weights, require_empty, write_weights
+from switchjax.tensor_files import require_empty
+from switchjax.weights import Weights, open_weights, write_weights
 
 _DENSE_OF_EXPERTS = {
     "switch.experts.w_in_EDF": "mlp.w_in_DF",

@@ -1,5 +1,7 @@
 """Multi-head attention, heads over the model axis. Knows nothing of where its mask comes from."""
 
+from typing import NamedTuple
+
 import jax
 import jax.numpy as jnp
 from flax import nnx
@@ -12,25 +14,34 @@ from switchjax.nn.init import weight
 from switchjax.nn.position import rotate
 
 
+class KeyValues(NamedTuple):
+    """What attention looks at: the keys and values of S tokens, keys turned by their positions."""
+
+    k_BSHK: Array
+    v_BSHK: Array
+
+
 def visible(
     query_segment_BL: Int[Array, "B L"],
     key_segment_BS: Int[Array, "B S"],
     *,
     causal: bool,
     padding_sees_real: bool = False,
+    start: int | Int[Array, ""] = 0,
 ) -> Bool[Array, "B L S"]:
     """Which keys each query may look at: those of its own segment, and not later ones if causal.
 
     Args:
         padding_sees_real: padded queries look at all that is not padding; real ones as ever.
+        start: the place of the first query among the keys.
     """
     same_BLS = query_segment_BL[:, :, None] == key_segment_BS[:, None, :]
     if padding_sees_real:
         padded_BL1, real_B1S = query_segment_BL[:, :, None] == 0, key_segment_BS[:, None, :] > 0
         same_BLS = jnp.where(padded_BL1, real_B1S, same_BLS)
     if causal:
-        length = query_segment_BL.shape[1]
-        same_BLS &= jnp.tril(jnp.ones((length, length), bool))[None]
+        query_L, key_S = (jnp.arange(x.shape[1]) for x in (query_segment_BL, key_segment_BS))
+        same_BLS &= (key_S[None, :] <= start + query_L[:, None])[None]
     return same_BLS
 
 
@@ -51,35 +62,45 @@ class Attention(nnx.Module):
         self.w_o_HKD = weight(keys[3], (H, K, D), variance=by_heads, spec=layout.w_o_hkd)
         self.layout = layout
 
+    def keys_values(
+        self, context_BSD: Float[Array, "B S D"], position_BS: Int[Array, "B S"] | None = None
+    ) -> KeyValues:
+        """Of tokens to look at: in self-attention those that look.
+
+        Args:
+            position_BS: turns the keys by their positions; for self-attention only.
+        """
+        k_BSHK = self._project(context_BSD, self.w_k_DHK)
+        v_BSHK = self._project(context_BSD, self.w_v_DHK)
+        return KeyValues(k_BSHK if position_BS is None else rotate(k_BSHK, position_BS), v_BSHK)
+
     def __call__(
         self,
         x_BLD: Float[Array, "B L D"],
-        context_BSD: Float[Array, "B S D"],
+        seen: KeyValues,
         visible_BLS: Bool[Array, "B L S"],
         *,
         bias_HLS: Float[Array, "H L S"] | None = None,
         position_BL: Int[Array, "B L"] | None = None,
     ) -> Float[Array, "B L D"]:
-        """What each position of x takes from the context (x itself in self-attention).
+        """What each position of x takes from the tokens that it sees.
 
         Args:
             bias_HLS: added to the scores.
-            position_BL: turns queries and keys by their positions; for self-attention only.
+            position_BL: turns the queries by their positions.
         """
         q_BLHK = self._project(x_BLD, self.w_q_DHK)
-        k_BSHK = self._project(context_BSD, self.w_k_DHK)
-        v_BSHK = self._project(context_BSD, self.w_v_DHK)
         if position_BL is not None:
-            q_BLHK, k_BSHK = rotate(q_BLHK, position_BL), rotate(k_BSHK, position_BL)
+            q_BLHK = rotate(q_BLHK, position_BL)
         scores_BHLS = jnp.einsum(
-            "blhk,bshk->bhls", q_BLHK, k_BSHK, preferred_element_type=jnp.float32
+            "blhk,bshk->bhls", q_BLHK, seen.k_BSHK, preferred_element_type=jnp.float32
         )
         if bias_HLS is not None:
             scores_BHLS += bias_HLS[None]
         # Finite: a padded query sees nothing, and its row must stay free of NaN.
         masked_BHLS = jnp.where(visible_BLS[:, None], scores_BHLS, jnp.finfo(jnp.float32).min)
         weights_BHLS = jax.nn.softmax(masked_BHLS, axis=-1).astype(x_BLD.dtype)
-        mixed_BLHK = jnp.einsum("bhls,bshk->blhk", weights_BHLS, v_BSHK)
+        mixed_BLHK = jnp.einsum("bhls,bshk->blhk", weights_BHLS, seen.v_BSHK)
         w_o_HKD = self.w_o_HKD[...].astype(x_BLD.dtype)
         return jnp.einsum("blhk,hkd->bld", mixed_BLHK, w_o_HKD, out_sharding=self.layout.tokens_bld)
 

@@ -54,10 +54,22 @@ class RelativeBias(nnx.Module):
         self.bidirectional = bidirectional
         self.layout = layout
 
-    def __call__(self, length: int) -> Float[Array, "H L L"]:
-        buckets_LL = relative_buckets(length, length, bidirectional=self.bidirectional)
+    def __call__(
+        self,
+        num_queries: int,
+        num_keys: int | None = None,
+        start: int | Int[Array, ""] = 0,
+    ) -> Float[Array, "H L S"]:
+        """For L queries next to each other, of which the first is at place `start` of S keys.
+
+        Args:
+            num_keys: None = as many as queries.
+        """
+        num_keys = num_queries if num_keys is None else num_keys
+        buckets_SS = relative_buckets(num_keys, num_keys, bidirectional=self.bidirectional)
+        buckets_LS = lax.dynamic_slice_in_dim(jnp.asarray(buckets_SS), start, num_queries)
         relative_HU = self.relative_UH[...].T
-        return relative_HU.at[:, buckets_LL].get(out_sharding=self.layout.bias_hls)
+        return relative_HU.at[:, buckets_LS].get(out_sharding=self.layout.bias_hls)
 
 
 def positions(segment_BL: Int[Array, "B L"]) -> Int[Array, "B L"]:

@@ -4,22 +4,19 @@ Types and help come from the config dataclasses, through tyro. JAX is imported o
 runs, so that `--help` and mistakes are answered at once.
 """
 
-import contextlib
 import ctypes
-import difflib
-import io
 import logging
 import os
-import re
 import signal
 import sys
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field, fields, is_dataclass, replace
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Annotated, Any, NoReturn, get_args, get_origin
+from typing import Annotated, NoReturn
 
 import tyro
 
+from switchjax.arguments import HELP, flagged, parse, value_of
 from switchjax.config import (
     DataConfig,
     DistributedConfig,
@@ -51,7 +48,6 @@ usage: switchjax COMMAND [OPTIONS]
 
 switchjax COMMAND --help lists the options of a command.
 """
-_HELP = {"-h", "--help"}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -167,7 +163,7 @@ def _command(words: Sequence[str]) -> int:
     for name, command in commands.items():
         if tuple(words[: len(name)]) == name:
             return command(words[len(name) :])
-    if not words or _HELP & set(words):
+    if not words or HELP & set(words):
         print(_USAGE, end="")
         return 0 if words else 2
     typed = " ".join(words[: 2 if words[0] in ("tokenizer", "convert") else 1])
@@ -184,7 +180,7 @@ def _plan(words: Sequence[str]) -> int:
         data=start.data,
         optim=start.optim,
     )
-    flags = _parse(_PlanFlags, words, "switchjax plan", flags)
+    flags = parse(_PlanFlags, words, "switchjax plan", flags)
 
     from switchjax.plan.planning import plan
 
@@ -199,17 +195,17 @@ def _train(words: Sequence[str], experiment: RunConfig | None = None) -> int:
     if "--resume" in words:
         if preset is not None:
             raise UserError("--resume keeps the run's own config: leave out --preset")
-        out = _value("--out", words) or start.out
+        out = value_of("--out", words) or start.out
         # The run may have been moved, and to a machine with other devices.
         start = replace(read_config(out), out=out, devices=None)
-    elif (source := _value("--init-from", words)) is not None:
+    elif (source := value_of("--init-from", words)) is not None:
         start = _from_weights(start, source)
     if experiment is not None:
         flags = _ExperimentFlags(config=start)
-        flags = _parse(_ExperimentFlags, words, Path(sys.argv[0]).name, flags)
+        flags = parse(_ExperimentFlags, words, Path(sys.argv[0]).name, flags)
     else:
         flags = _TrainFlags(preset=preset or "tiny", config=start)
-        flags = _parse(_TrainFlags, words, "switchjax train", flags)
+        flags = parse(_TrainFlags, words, "switchjax train", flags)
 
     from switchjax.ending import leaving
     from switchjax.train import train
@@ -229,8 +225,8 @@ def _from_weights(start: RunConfig, source: str) -> RunConfig:
 
 
 def _eval(words: Sequence[str]) -> int:
-    words = _flagged(words, "--run")
-    flags = _parse(_EvalFlags, words, "switchjax eval", _EvalFlags(config=EvalConfig()))
+    words = flagged(words, "--run")
+    flags = parse(_EvalFlags, words, "switchjax eval", _EvalFlags(config=EvalConfig()))
 
     from switchjax.ending import leaving
     from switchjax.evaluate import evaluate_run
@@ -245,8 +241,10 @@ def _eval(words: Sequence[str]) -> int:
 
 
 def _generate(words: Sequence[str]) -> int:
-    words = _flagged(words, "--checkpoint")
-    config = _parse(GenerateConfig, words, "switchjax generate")
+    words = flagged(words, "--checkpoint")
+    # A prompt is one word, and the next one has an option of its own.
+    markers = (tyro.conf.UseAppendAction,)
+    config = parse(GenerateConfig, words, "switchjax generate", markers=markers)
 
     from switchjax.generate import generate
 
@@ -264,7 +262,7 @@ def _verify(words: Sequence[str]) -> int:
     else:
         start = PRESETS[preset or "tiny"]
     default = _VerifyFlags(seed=start.seed, model=start.model, data=start.data, optim=start.optim)
-    flags = _parse(_VerifyFlags, words, "switchjax verify", default)
+    flags = parse(_VerifyFlags, words, "switchjax verify", default)
     config = RunConfig(
         model=flags.model, data=flags.data, optim=flags.optim, seed=flags.seed, steps=flags.steps
     )
@@ -280,15 +278,15 @@ def _preset(words: Sequence[str]) -> str | None:
     Raises:
         UserError: there is no such preset.
     """
-    preset = _value("--preset", words)
+    preset = value_of("--preset", words)
     if preset is not None and preset not in PRESETS:
         raise unknown("preset", preset, list(PRESETS))
     return preset
 
 
 def _upcycle(words: Sequence[str]) -> int:
-    words = _flagged(words, "--dense", "--out")
-    config = _parse(UpcycleConfig, words, "switchjax upcycle")
+    words = flagged(words, "--dense", "--out")
+    config = parse(UpcycleConfig, words, "switchjax upcycle")
 
     from switchjax.interop.upcycle import upcycle
 
@@ -301,17 +299,8 @@ def _upcycle(words: Sequence[str]) -> int:
     return 0
 
 
-def _flagged(words: Sequence[str], *flags: str) -> list[str]:
-    """The words with a flag before each of the first ones: `eval runs/tiny` reads better."""
-    named = 0
-    while named < min(len(flags), len(words)) and not words[named].startswith("-"):
-        named += 1
-    pairs = zip(flags, words[:named], strict=False)
-    return [*(word for pair in pairs for word in pair), *words[named:]]
-
-
 def _tokenizer(words: Sequence[str]) -> int:
-    config = _parse(TokenizerConfig, words, "switchjax tokenizer train")
+    config = parse(TokenizerConfig, words, "switchjax tokenizer train")
 
     from switchjax.data.corpus import documents_of
     from switchjax.data.tokenizer import load_tokenizer, train_tokenizer
@@ -328,7 +317,7 @@ def _tokenizer(words: Sequence[str]) -> int:
 
 def _from_hugging_face(words: Sequence[str]) -> int:
     program = "switchjax convert hf-to-switchjax"
-    options = _parse(FromHuggingFace, _flagged(words, "--directory", "--out"), program)
+    options = parse(FromHuggingFace, flagged(words, "--directory", "--out"), program)
 
     from switchjax.interop.convert import from_hugging_face
 
@@ -338,85 +327,9 @@ def _from_hugging_face(words: Sequence[str]) -> int:
 
 def _to_hugging_face(words: Sequence[str]) -> int:
     program = "switchjax convert switchjax-to-hf"
-    options = _parse(ToHuggingFace, _flagged(words, "--directory", "--out"), program)
+    options = parse(ToHuggingFace, flagged(words, "--directory", "--out"), program)
 
     from switchjax.interop.convert import to_hugging_face
 
     to_hugging_face(options)
     return 0
-
-
-def _value(flag: str, words: Sequence[str]) -> str | None:
-    """The last value that `words` give a flag: it decides what the others start from."""
-    values = [b for a, b in zip(words, words[1:], strict=False) if a == flag]
-    values += [word.split("=", 1)[1] for word in words if word.startswith(f"{flag}=")]
-    return values[-1] if values else None
-
-
-def _parse(kind: type, words: Sequence[str], program: str, default: Any = None) -> Any:
-    """Arguments as a config; tyro's boxed answer to a mistake becomes one line.
-
-    Raises:
-        UserError: an unknown option, with the nearest one; a value that its type or check refuses.
-    """
-    said = io.StringIO()
-    columns = os.environ.get("COLUMNS")
-    try:
-        if not _HELP & set(words):
-            os.environ["COLUMNS"] = "500"  # tyro wraps its answer to the terminal
-        with contextlib.redirect_stderr(said):
-            options = {} if default is None else {"default": default}
-            # A prompt is one word, and the next one has an option of its own.
-            markers = (tyro.conf.UseAppendAction,) if kind is GenerateConfig else ()
-            return tyro.cli(kind, prog=program, args=list(words), config=markers, **options)
-    except SystemExit as end:
-        if not end.code:
-            raise
-        raise UserError(_reworded(_one_line(said.getvalue()), kind)) from None
-    finally:
-        if columns is None:
-            os.environ.pop("COLUMNS", None)
-        else:
-            os.environ["COLUMNS"] = columns
-
-
-def _one_line(boxed: str) -> str:
-    """The text of a box of tyro's, without its frame and its pointer to --help."""
-    plain = re.sub(r"\x1b\[[0-9;]*m", "", boxed)
-    lines = [line.strip("│ ") for line in plain.splitlines() if not re.match(r"[╭╰]", line)]
-    lines = [line for line in lines if line.strip("─") and not line.startswith("For full help")]
-    return re.sub(r"\s+", " ", " ".join(lines))
-
-
-def _reworded(answer: str, kind: type) -> str:
-    """Tyro's answer to a mistake as one would say it; as it is where the mistake is a rare one."""
-    if found := re.match(r"Unrecognized options: ([^\s,=]+)", answer):
-        word = found[1]
-        if not word.startswith("-"):
-            return f"unexpected argument {word!r}"
-        near = difflib.get_close_matches(word, list(_options(kind)), n=1)
-        return f"unknown option {word}; " + (f"did you mean {near[0]}?" if near else "see --help")
-    if found := re.match(
-        r"Error parsing (--\S+): .*?'(.*?)'.* Argument helptext: \S+ (\S+)", answer
-    ):
-        option, value, expected = found.groups()
-        return f"{option}: expected {expected}, got {value!r}"
-    if found := re.match(r"invalid choice '(.*)' for argument '(.*)'\. .* \((.*)\)", answer):
-        value, option, choices = found.groups()
-        return f"{option}: expected one of {choices.replace(chr(39), '')}, got {value!r}"
-    if found := re.match(r"Missing value for argument '(.*?)'", answer):
-        return f"{found[1]} needs a value"
-    if found := re.match(r"Missing from [^:]*: (--\S+)", answer):
-        return f"{found[1]} is missing"
-    return re.sub(r"^Error parsing [\w.]+: ", "", answer)  # the configs' own words
-
-
-def _options(kind: type, prefix: str = "--") -> Iterator[str]:
-    for option in fields(kind):
-        nested = get_args(option.type)[0] if get_origin(option.type) is Annotated else None
-        if isinstance(nested, type) and is_dataclass(nested):
-            yield from _options(nested)  # under no name of its own
-        elif isinstance(option.type, type) and is_dataclass(option.type):
-            yield from _options(option.type, f"{prefix}{option.name}.")
-        else:
-            yield prefix + option.name.replace("_", "-")

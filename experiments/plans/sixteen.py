@@ -11,7 +11,7 @@ from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
 
-from switchjax.config import DataConfig, ModelConfig, RunConfig
+from switchjax.config import DataConfig, ModelConfig, OptimConfig, RunConfig
 from switchjax.mesh import read_mesh
 from switchjax.plan.candidates import Candidate
 from switchjax.plan.compiling import Program, compile_all

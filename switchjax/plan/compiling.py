@@ -3,15 +3,18 @@
 XLA's plugin for CUDA must not look for GPUs, and a compile may take a process down with it. Answers
 are kept in the user's cache folder under what they depend on, this package's own code included.
 
-Run as a program it is such a process: a question in JSON on stdin, the answer on stdout.
+Run as a program it is such a process: a folder and a question in JSON on stdin, the answer on
+stdout.
 """
 
 import hashlib
 import importlib.metadata
 import json
 import os
+import re
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -106,14 +109,14 @@ def _cached(candidate: Candidate, hardware: Hardware) -> Answer:
         return _program(json.loads(path.read_text()))
     except (OSError, ValueError, KeyError, TypeError):
         pass  # not asked before, or cut off while writing
-    environment = os.environ | {"JAX_PLATFORMS": "cpu", "TF_CPP_MIN_LOG_LEVEL": "3"}
-    done = subprocess.run(
-        [sys.executable, "-m", "switchjax.plan.compiling"],
-        input=question,
-        env=environment,
-        capture_output=True,
-        text=True,
-    )
+    with tempfile.TemporaryDirectory() as dump:
+        done = subprocess.run(
+            [sys.executable, "-m", "switchjax.plan.compiling"],
+            input=f"{dump}\n{question}",
+            env=_environment(dump),
+            capture_output=True,
+            text=True,
+        )
     if done.returncode:
         lines = [line for line in done.stderr.splitlines() if line.strip()]
         return Failure(lines[-1].strip() if lines else f"it ended with status {done.returncode}")
@@ -123,6 +126,16 @@ def _cached(candidate: Candidate, hardware: Hardware) -> Answer:
     temporary.write_text(said)
     temporary.replace(path)
     return _program(json.loads(said))
+
+
+def _environment(dump: str) -> dict[str, str]:
+    """Of a process that compiles. XLA tells files what it has decided, before it makes kernels."""
+    flags = f"--xla_dump_to={dump} --xla_dump_hlo_as_text --xla_dump_hlo_module_re=jit_train_step"
+    return os.environ | {
+        "JAX_PLATFORMS": "cpu",
+        "TF_CPP_MIN_LOG_LEVEL": "3",
+        "XLA_FLAGS": f"{os.environ.get('XLA_FLAGS', '')} {flags}".strip(),
+    }
 
 
 def _question(candidate: Candidate, hardware: Hardware) -> str:
@@ -152,34 +165,62 @@ def _program(values: dict[str, Any]) -> Program:
     return Program(collectives=collectives, largest=largest, **numbers)
 
 
-def _answer(question: dict[str, Any]) -> dict[str, Any]:
+def _answer(question: dict[str, Any], dump: Path) -> dict[str, Any]:
     """In the process that compiles."""
-    from switchjax.layout import Layout
-    from switchjax.plan.absent import compile_train_step
     from switchjax.plan.collectives import KINDS
     from switchjax.plan.hlo import in_scope
     from switchjax.plan.schedule import overlaps
 
-    config = from_dict(question["config"])
     values = question["shape"]
     shape = MeshShape(**(values | {"exchange": Exchange(**values["exchange"])}))
-    hardware = hardware_from(question["hardware"])
     began = time.perf_counter()
-    compiled = compile_train_step(config, shape, Layout.of(shape), hardware)
-    text, memory = compiled.as_text(), compiled.memory_analysis()
-    assert text is not None and memory is not None
+    text, device_bytes, argument_bytes = _compile(question, shape, dump)
     found = overlaps(text, shape, KINDS)
-    arguments, temporaries = memory.argument_size_in_bytes, memory.temp_size_in_bytes
-    results = memory.output_size_in_bytes - memory.alias_size_in_bytes
     usual = [o for o in found if not in_scope(o.collective.op_name, "fallback")]
     return {
-        "device_bytes": arguments + temporaries + results,
-        "argument_bytes": arguments,
-        "temp_bytes": temporaries,
+        "device_bytes": device_bytes,
+        "argument_bytes": argument_bytes,
+        "temp_bytes": device_bytes - argument_bytes,
         "largest": _largest(text),
         "collectives": [(asdict(o.collective), o.matmul_flops) for o in usual],
         "seconds": time.perf_counter() - began,
     }
+
+
+def _compile(question: dict[str, Any], shape: MeshShape, dump: Path) -> tuple[str, int, int]:
+    """The scheduled program, bytes of a device, and those of them that are arguments.
+
+    More than half of a compile is making kernels that nobody will run. Once XLA has told the dump
+    what it has allocated and scheduled, the rest is not waited for.
+    """
+    from switchjax.layout import Layout
+    from switchjax.plan.absent import compile_train_step
+
+    config, hardware = from_dict(question["config"]), hardware_from(question["hardware"])
+    pool = ThreadPoolExecutor(1)
+    compiled = pool.submit(compile_train_step, config, shape, Layout.of(shape), hardware)
+    while not compiled.done():
+        if told := _told(dump):
+            return told
+        time.sleep(0.1)
+    program = compiled.result()
+    text, memory = program.as_text(), program.memory_analysis()
+    assert text is not None and memory is not None
+    results = memory.output_size_in_bytes - memory.alias_size_in_bytes
+    arguments = memory.argument_size_in_bytes
+    return text, arguments + memory.temp_size_in_bytes + results, arguments
+
+
+def _told(dump: Path) -> tuple[str, int, int] | None:
+    """As `_compile`, from the files of a dump; None while the last of them is not complete."""
+    reports = list(dump.glob("*memory-usage-report.txt"))
+    total = re.search(r"^Total bytes: (\d+)", reports[0].read_text(), re.M) if reports else None
+    if total is None:
+        return None
+    (program,) = dump.glob("*after_optimizations.txt")
+    (buffers,) = dump.glob("*after_optimizations-buffer-assignment.txt")
+    sizes = re.findall(r"^allocation \d+: size (\d+), parameter", buffers.read_text(), re.M)
+    return program.read_text(), int(total[1]), sum(map(int, sizes))
 
 
 def _largest(text: str, count: int = 12) -> list[tuple[int, str, str]]:
@@ -203,4 +244,6 @@ def _largest(text: str, count: int = 12) -> list[tuple[int, str, str]]:
 _MAKE_NOTHING = ("parameter", "get-tuple-element", "tuple", "bitcast", "constant")
 
 if __name__ == "__main__":
-    print(json.dumps(_answer(json.load(sys.stdin))))
+    folder, asked = sys.stdin.read().split("\n", 1)
+    print(json.dumps(_answer(json.loads(asked), Path(folder))), flush=True)
+    os._exit(0)  # XLA may still be making kernels

@@ -50,7 +50,7 @@ def plan(
     if options.mesh is None:
         _require_fit(rows, hardware)
     answers = _answers(rows[: options.compile], hardware, console)
-    first = [_with_answer(row, answer, hardware) for row, answer in answers]
+    first = [with_answer(row, answer, hardware) for row, answer in answers]
     shown = ranked([*first, *rows[options.compile : options.show]])
     drops = None
     if loads is not None:
@@ -160,7 +160,8 @@ def _answers(
     return list(zip(rows, answers, strict=True))
 
 
-def _with_answer(row: Row, answer: Answer | None, hardware: Hardware) -> Row:
+def with_answer(row: Row, answer: Answer | None, hardware: Hardware) -> Row:
+    """The row as the compiler has it; one that it failed on stays, and says so."""
     if answer is None:
         return row
     if isinstance(answer, Failure):

@@ -3,20 +3,22 @@
 import importlib.metadata
 import json
 from dataclasses import replace
+from io import StringIO
 
 import pytest
+from rich.console import Console
 from test_absent import linux
 from test_ranking import CONFIG, H200
 
 from switchjax.config import DataConfig
 from switchjax.errors import UserError
 from switchjax.mesh import read_mesh
-from switchjax.plan import compiling
+from switchjax.plan import compiling, report
 from switchjax.plan.candidates import Candidate
 from switchjax.plan.compiling import Failure, Program, compile_all
 from switchjax.plan.options import PlanConfig
-from switchjax.plan.planning import plan
-from switchjax.plan.ranking import estimate, with_program
+from switchjax.plan.planning import plan, with_answer
+from switchjax.plan.ranking import estimate, ranked, with_program
 
 SMALL = replace(
     CONFIG,
@@ -74,12 +76,19 @@ def test_a_second_question_is_answered_at_once(program, cache):
 
 
 @linux
-def test_a_failed_compile_stays_in_the_table(program, cache, capsys):
-    assert H200.gpu is not None
-    none = replace(H200, gpu=replace(H200.gpu, compute_capability=(1, 0)))
-    (answer,) = compile_all([CANDIDATE], none)
-    assert isinstance(answer, Failure) and answer.message
+def test_a_failed_compile_stays_in_the_table(program, cache):
+    """As one that cannot be compiled at all does, which a plan would not come to."""
+    impossible = replace(CANDIDATE, shape=read_mesh("expert=16"))
+    answer, other = compile_all([impossible, CANDIDATE], H200)
+    assert isinstance(answer, Failure) and other == program
+    assert answer.message.endswith("expert = 16 must divide model.num_experts = 8")
     assert len(list(cache.glob("*.json"))) == 1  # failures are asked again
+    row = with_answer(estimate(CANDIDATE, H200), answer, H200)
+    fine = with_answer(estimate(CANDIDATE, H200), program, H200)
+    assert ranked([row, fine]) == [fine, row] and not row.fits
+    console = Console(width=200, record=True, file=StringIO())
+    console.print(report.table([fine, row], H200))
+    assert "failed: " in console.export_text()
 
 
 @linux

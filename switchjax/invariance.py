@@ -181,8 +181,12 @@ def copies_differ(x: jax.Array) -> bool:
     return any(first.setdefault(place, part) != part for place, part in parts)
 
 
-def compare(got: Observed, want: Observed) -> list[Row]:
-    """How far `got` is from the reference, one row a quantity."""
+def compare(got: Observed, want: Observed, *, moved_limit: float = GRADIENT_LIMIT) -> list[Row]:
+    """How far `got` is from the reference, one row a quantity.
+
+    Args:
+        moved_limit: of where parameters moved to, and of the optimizer's state.
+    """
     assert got.initial.keys() == want.initial.keys() and got.others.keys() == want.others.keys()
     kinds = [kind for kind in _KINDS if any(_kind(name) == kind for name in want.initial)]
     others = [_of_sums([got.others[name]], [x]) for name, x in want.others.items()]
@@ -191,8 +195,8 @@ def compare(got: Observed, want: Observed) -> list[Row]:
         *(Row(n, _relative(got.losses[n], x), LOSS_LIMIT) for n, x in want.losses.items()),
         *(Row(n, _gap(got.counts[n], x), 0) for n, x in want.counts.items()),
         *(_gradient_row(kind, got, want) for kind in kinds),
-        *(_parameters_row(kind, got, want) for kind in kinds),
-        Row("optimizer state", _max(others), GRADIENT_LIMIT),
+        *(_parameters_row(kind, got, want, moved_limit) for kind in kinds),
+        Row("optimizer state", _max(others), moved_limit),
         # These are faults of one mesh by itself, and the reference is one too.
         Row("arrays misplaced", max(got.misplaced, want.misplaced), 0),
         Row("copies unequal", max(got.unequal, want.unequal), 0),
@@ -207,9 +211,9 @@ def _gradient_row(kind: str, got: Observed, want: Observed) -> Row:
     return Row(f"gradient: {kind}", _max(gaps), GRADIENT_LIMIT)
 
 
-def _parameters_row(kind: str, got: Observed, want: Observed) -> Row:
+def _parameters_row(kind: str, got: Observed, want: Observed, limit: float) -> Row:
     """All of the kind together."""
-    return Row(f"parameters: {kind}", _of_sums(*_both(got.moved, want.moved, kind)), GRADIENT_LIMIT)
+    return Row(f"parameters: {kind}", _of_sums(*_both(got.moved, want.moved, kind)), limit)
 
 
 def _both(

@@ -25,6 +25,11 @@ from switchjax.mesh import MeshShape
 from switchjax.moe.routing import capacity
 from switchjax.state import init_state
 
+# Wide layers have hidden units at the very edge of relu, and with few rows one of them shows: after
+# a step of full length rounding may switch it. Of the tiny preset's parameters 2e-4 were seen, and
+# 8e-4 of its optimizer's state, at 8 rows. A fault shows in losses, loads or gradients too.
+MOVED_LIMIT = 2e-3
+
 
 def verify(config: RunConfig, meshes: Sequence[str], console: Console | None = None) -> bool:
     """Takes the run's first `config.steps` steps on each mesh, and shows how far apart they are.
@@ -65,7 +70,7 @@ def verify(config: RunConfig, meshes: Sequence[str], console: Console | None = N
         if reference is None:
             reference = observed
         else:
-            columns.append(compare(observed, reference))
+            columns.append(compare(observed, reference, moved_limit=MOVED_LIMIT))
     return _show(config, shapes, columns, console)
 
 

@@ -78,7 +78,7 @@ if __name__ == "__main__":
             seconds[mesh].append(time.perf_counter() - began)
     rows = {m: estimate(Candidate(config=CONFIG, shape=read_mesh(m)), CPU) for m in MESHES}
     columns = ("mesh", "MB by formula", "MB compiled", "step by formula", "measured", "seconds")
-    table = Table(*columns, title=f"steps over that of {MESHES[0]}")
+    table = Table(*columns, title=f"steps over that of {MESHES[0]}", box=None)
     measured = {mesh: statistics.median(times[1:]) for mesh, times in seconds.items()}
     for mesh, row in rows.items():
         table.add_row(
@@ -89,4 +89,4 @@ if __name__ == "__main__":
             f"{measured[mesh] / measured[MESHES[0]]:.2f}",
             f"{measured[mesh]:.2f}",
         )
-    Console(width=100).print(table)
+    Console(width=98).print(table)

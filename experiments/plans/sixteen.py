@@ -57,7 +57,7 @@ if __name__ == "__main__":
         task = progress.add_task("compiling", total=len(asked))
         answers = compile_all(asked, H200, on_done=lambda: progress.advance(task))
     columns = ("length", "experts", "mesh", "GB", "formula", "step ms", "sending", "state", "sent")
-    table = Table(*columns, title="16 H200; state and sent: formula over compiler")
+    table = Table(*columns, title="16 H200; state and sent: formula over compiler", box=None)
     for candidate_, answer in zip(asked, answers, strict=True):
         model, data = candidate_.config.model, candidate_.config.data
         words = [f"{data.sequence_length}", f"{model.num_experts}", candidate_.shape.name]
@@ -77,4 +77,4 @@ if __name__ == "__main__":
             f"{state:.3f}",
             f"{sent:.3f}",
         )
-    Console(width=110).print(table)
+    Console(width=98).print(table)

@@ -36,7 +36,7 @@ if __name__ == "__main__":
         candidates = [candidate for _, candidate in asked]
         answers = compile_all(candidates, H200, on_done=lambda: progress.advance(task))
     columns = ("model", "layout", "GB", "fits", "state GB", "step ms", "MFU", "compile s")
-    table = Table(*columns, title="1,024 H200")
+    table = Table(*columns, title="1,024 H200", box=None)
     for (name, candidate), answer in zip(asked, answers, strict=True):
         if not isinstance(answer, Program):
             table.add_row(name, candidate.name, answer.message)
@@ -52,4 +52,4 @@ if __name__ == "__main__":
             f"{row.utilisation:.0%}",
             f"{answer.seconds:.0f}",
         )
-    Console(width=140).print(table)
+    Console(width=98).print(table)

@@ -6,6 +6,7 @@ import zipfile
 from pathlib import Path
 
 from switchjax.mesh import mesh_names
+from switchjax.plan.hardware import hardware_names
 
 ROOT = Path(__file__).parent.parent
 
@@ -16,8 +17,11 @@ def test_the_wheel_holds_the_meshes(tmp_path):
     (wheel,) = tmp_path.glob("*.whl")
     with zipfile.ZipFile(wheel) as archive:
         names = set(archive.namelist())
-        meshes = {name for name in names if name.endswith(".toml")}
-        assert meshes == {f"switchjax/meshes/{name}.toml" for name in mesh_names()}
+        facts = {name for name in names if name.endswith(".toml")}
+        assert facts == {
+            *(f"switchjax/meshes/{name}.toml" for name in mesh_names()),
+            *(f"switchjax/plan/accelerators/{name}.toml" for name in hardware_names()),
+        }
         modules = {path.relative_to(ROOT).as_posix() for path in ROOT.glob("switchjax/**/*.py")}
         assert modules == {name for name in names if name.endswith(".py")}
         (entry,) = (name for name in names if name.endswith("entry_points.txt"))

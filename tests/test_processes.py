@@ -18,11 +18,11 @@ import jax
 import numpy as np
 import pytest
 
-from switchjax import cluster, mesh, processes, setup
+from switchjax import cluster, mesh, processes
 from switchjax.config import DistributedConfig, read_config
 from switchjax.errors import UserError
 from switchjax.layout import Layout
-from switchjax.saved_steps import SavedSteps, named_leaves
+from switchjax.saved_steps import SavedSteps, checkpoint_directory, named_leaves
 from switchjax.state import abstract_state
 
 LIMIT = 150  # seconds: a launch that takes longer hangs
@@ -178,7 +178,7 @@ def read_state(out, step):
     config = read_config(out)
     with jax.set_mesh(mesh.make_mesh(mesh.read_mesh(config.mesh))):
         target = abstract_state(config, Layout())
-        state, position = SavedSteps(setup.checkpoint_directory(out)).restore(step, target)
+        state, position = SavedSteps(checkpoint_directory(out)).restore(step, target)
     return {name: np.asarray(leaf) for name, leaf in named_leaves(state).items()}, position
 
 
@@ -253,7 +253,7 @@ def test_a_signal_to_one_process_stops_all_after_the_same_step(begin, copy):
     assert [result.status for result in results] == [128 + signal.SIGTERM] * 2, results
     last = lines_of(copy)[-1]["step"]
     assert f"stopped after step {last}, which is saved" in results[0].out
-    assert SavedSteps(setup.checkpoint_directory(copy)).latest() == last
+    assert SavedSteps(checkpoint_directory(copy)).latest() == last
     assert [result.errors for result in results] == ["", ""]
 
 

@@ -50,7 +50,6 @@ BOTH = RunConfig(
         d_ff=1024,
         num_heads=4,
         d_kv=64,
-        num_layers=2,
         dropout=0.1,
         remat=True,
     ),

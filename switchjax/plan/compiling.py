@@ -131,6 +131,7 @@ def _cached(candidate: Candidate, hardware: Hardware) -> Answer:
 def _environment(dump: str) -> dict[str, str]:
     """Of a process that compiles. XLA tells files what it has decided, before it makes kernels."""
     flags = f"--xla_dump_to={dump} --xla_dump_hlo_as_text --xla_dump_hlo_module_re=jit_train_step"
+    flags += " --xla_gpu_force_compilation_parallelism=1"  # of kernels, and none is needed
     return os.environ | {
         "JAX_PLATFORMS": "cpu",
         "TF_CPP_MIN_LOG_LEVEL": "3",

@@ -11,6 +11,7 @@ from switchjax.plan.compiling import Program
 from switchjax.plan.cost import MATMUL_SHARE, send_seconds
 from switchjax.plan.hardware import Hardware
 from switchjax.plan.ranking import MEMORY_FRACTION, Row
+from switchjax.plan.schedule import EXCHANGES
 
 _SMALL = 1e-6
 """Seconds: collectives that take less are counted, not listed."""
@@ -81,6 +82,8 @@ def purpose(collective: Collective) -> str:
     """What a collective is for, by where it stands in the program."""
     if collective.phase:
         return f"tokens: {collective.phase}"
+    if collective.kind in EXCHANGES:  # XLA loses the names of ragged ones
+        return "tokens"
     if collective.axes == ("model",):
         return "activations"
     return "gradients" if "transpose" in collective.op_name or not collective.source else ""

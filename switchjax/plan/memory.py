@@ -47,7 +47,14 @@ def memory(sizes: Sizes) -> Memory:
         optimizer=optimizer,
         gradients=parameters * (2 if micros > 1 else 1),  # one micro-batch's beside the sum
         activations=sum(kept.values()),
-        buffers=_logits(sizes) + _attention(sizes) + (working if sizes.model.remat else 0),
+        buffers=sum(
+            (
+                _logits(sizes),
+                _attention(sizes),
+                working if sizes.model.remat else 0,
+                max(map(partial(_slower_way, sizes), sizes.stacks)),
+            )
+        ),
     )
 
 
@@ -125,8 +132,19 @@ def _period(sizes: Sizes, stack: Stack) -> float:
         total += rows * D * c + t * D * 4 + 3 * t * model.num_experts * 4
         exchange = sizes.shape.exchange
         if exchange.dispatcher == "all_gather" and exchange.buffer is None:
-            total += 2 * t * sizes.shape.expert * D * c  # every peer's tokens, and results for them
+            total += _all_peers(sizes, stack)
     return total
+
+
+def _all_peers(sizes: Sizes, stack: Stack) -> float:
+    """The tokens of all devices of the expert axis, and results for them."""
+    return 2 * stack.tokens * sizes.shape.expert * sizes.model.d_model * sizes.itemsize
+
+
+def _slower_way(sizes: Sizes, stack: Stack) -> float:
+    """Room for what `ragged` does where its buffer is too small, taken or not."""
+    ragged = sizes.shape.exchange.dispatcher == "ragged" and sizes.shape.expert > 1
+    return _all_peers(sizes, stack) if ragged else 0.0
 
 
 def _logits(sizes: Sizes) -> float:

@@ -192,7 +192,7 @@ def _explain(
 
 def _finish(first: Row, options: PlanConfig, command: str, console: Console) -> None:
     """How to run the first, and its mesh file if asked for."""
-    mesh = f"{first.candidate.shape}"
+    mesh = report.mesh_words(first.candidate.shape)
     if options.write is not None:
         path = Path(options.write)
         try:

@@ -139,11 +139,19 @@ def mesh_file(shape: MeshShape, said: str) -> str:
     """The text of a mesh file, after a line that says where it comes from."""
     lines = [f"# {said}"]
     lines += [f"{axis} = {getattr(shape, axis)}" for axis in ("data", "expert", "model")]
-    usual = Exchange()
-    for name, value in asdict(shape.exchange).items():
-        if value != getattr(usual, name):
-            lines.append(f"{name} = {value!r}".replace("'", '"'))
+    lines += [f"{name} = {value!r}".replace("'", '"') for name, value in _unusual(shape)]
     return "\n".join(lines) + "\n"
+
+
+def mesh_words(shape: MeshShape) -> str:
+    """The mesh as `--mesh` takes it without a file."""
+    return ",".join([f"{shape}", *(f"{name}={value}" for name, value in _unusual(shape))])
+
+
+def _unusual(shape: MeshShape) -> list[tuple[str, Any]]:
+    """What of the exchange differs from the defaults."""
+    usual = asdict(Exchange())
+    return [(n, value) for n, value in asdict(shape.exchange).items() if value != usual[n]]
 
 
 def how_to_run(row: Row, mesh: str) -> str:

@@ -279,6 +279,8 @@ def test_a_run_goes_on_only_as_itself(refused, finished, words, answer):
         ("eval {finished} --mesh data=3", "data * expert = 3 must divide "),
         ("eval {finished} --stpe 3", "unknown option --stpe; did you mean --step?"),
         ("plan --hardware h20", "no hardware 'h20'; did you mean h200? there are a100, "),
+        ("plan --write mine", "plan.write must end in .toml, got 'mine'"),
+        ("plan --picture {folder}/none/a.png", "there is no directory {folder}/none"),
         ("plan --nodes 0", "plan.nodes must be positive, got 0"),
         ("plan --mesh expert=16", "expert = 16 must divide model.num_experts = 8"),
         ("plan --batch-tokens 1G", "plan.batch_tokens must be such as 65536, 512K or 1M, got '1G'"),

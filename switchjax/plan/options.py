@@ -1,6 +1,7 @@
 """What planning is told. Knows nothing of JAX, so that the command line answers at once."""
 
 from dataclasses import dataclass
+from pathlib import Path
 
 from switchjax.config import require, require_positive
 
@@ -40,6 +41,12 @@ class PlanConfig:
     def __post_init__(self) -> None:
         require_positive("plan", self, "show")
         require(self.compile >= 0, f"plan.compile must be 0 or more, got {self.compile}")
+        for name, suffix in (("write", ".toml"), ("picture", ".png")):
+            if (value := getattr(self, name)) is not None:
+                path = Path(value)
+                require(path.suffix == suffix, f"plan.{name} must end in {suffix}, got {value!r}")
+                folder = path.parent
+                require(folder.is_dir(), f"plan.{name} {value}: there is no directory {folder}")
         require(not self.explain or self.mesh is not None, "plan.explain needs plan.mesh")
         for name in ("nodes", "devices_per_node", "seq"):
             if getattr(self, name) is not None:

@@ -548,6 +548,16 @@ def test_a_dense_run_becomes_a_sparse_one(call, finished, folder):  # case 65
     assert (model.architecture, model.d_model) == (before.architecture, before.d_model)
 
 
+def test_started_from_a_run_in_a_process_of_its_own(finished, folder):
+    """Which has no devices yet: reading a checkpoint must not decide how many there are."""
+    words = ("train", "--init-from", finished, "--out", folder / "second", "--mesh", "data8")
+    words = (*words, "--data.files", folder / "good.txt", "--data.batch-size", 8)
+    words = (*words, "--data.sequence-length", 16, "--data.holdout", 0.2, "--steps", 1)
+    ended = run_process(*words)
+    assert (ended.returncode, ended.stderr) == (0, "")
+    assert f"model of step 2 in {finished / 'checkpoints'}; step, learning-rate" in ended.stdout
+
+
 def test_a_moved_run_goes_on_where_it_is(call, finished, folder):
     moved = Path(finished).rename(folder / "moved")
     try:

@@ -1,10 +1,9 @@
 """The planner's numbers beside those of eight simulated devices on this machine's CPU cores.
 
-Claim: bytes of a device are right within 11 % where model groups are of at most two, and 31 % too few
-on model8: XLA for CPU keeps more copies than XLA for GPUs, which the formulas are of. Steps come out
-in the right order where layouts differ by more than a tenth, and by less than they do: folded and
-model8 are 1.05 and 1.66 times data8 where the formulas say 1.10 and 1.32. Between layouts that are
-closer than that the model does not tell. The CPU's own numbers in `CPU` are round guesses.
+Claim: bytes of a device are right within 11 % where model groups are of at most two, and 22 to 31 %
+too few with four and eight: XLA for CPU keeps more copies than XLA for GPUs, which the formulas are
+of. The layout that takes longest is found (model8: 1.32 times data8 by formula, 1.66 measured);
+among those within a tenth of each other the model does not tell. The numbers of `CPU` are round.
 Command: python experiments/plans/reality.py
 Printed (2026-11-30, Python 3.11, jax 0.10.2):
 

@@ -180,6 +180,6 @@ def draw(rows: Sequence[Row], path: Path) -> None:
         axes.barh(labels, widths, left=begin, label=name)
         begin = [b + w for b, w in zip(begin, widths, strict=True)]
     axes.set_xlabel("ms a step (* by the compiler)")
-    axes.legend()
+    figure.legend(loc="outside upper center", ncols=3)
     figure.savefig(path, dpi=120)
     plt.close(figure)

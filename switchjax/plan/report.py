@@ -93,8 +93,8 @@ def why(rows: Sequence[Row]) -> str:
     if saved[name] <= 0 or gained <= 0:
         return f"{first.candidate.name} and {second.candidate.name} take the same time."
     return (
-        f"{first.candidate.name} comes first: it {name} {saved[name] * 1e3:.1f} ms less than "
-        f"{second.candidate.name}, of {gained * 1e3:.1f} ms that it is ahead."
+        f"{first.candidate.name} comes first: it {name} {saved[name] * 1e3:.3g} ms less than "
+        f"{second.candidate.name}, of {gained * 1e3:.3g} ms that it is ahead."
     )
 
 

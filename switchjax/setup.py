@@ -26,6 +26,12 @@ def check(config: RunConfig) -> MeshShape:
         UserError: naming the numbers that do not fit.
     """
     shape = mesh.read_mesh(config.mesh, config.dispatcher)
+    check_sizes(config, shape)
+    return shape
+
+
+def check_sizes(config: RunConfig, shape: MeshShape) -> None:
+    """Raises UserError unless the config's sizes divide over this mesh, not over `config.mesh`."""
     layout.check(
         config.model,
         shape,
@@ -33,7 +39,6 @@ def check(config: RunConfig) -> MeshShape:
         accumulation=config.optim.accumulation,
         row_lengths=row_lengths(config.data, config.model.architecture),
     )
-    return shape
 
 
 def check_directory(out: Path, *, resume: bool) -> None:

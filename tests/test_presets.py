@@ -6,13 +6,12 @@ from functools import cache
 import jax
 import pytest
 
-from switchjax import layout
 from switchjax.config import RunConfig
-from switchjax.data.pipeline import row_lengths
 from switchjax.errors import UserError
 from switchjax.layout import Layout
 from switchjax.mesh import mesh_names, read_mesh, use_abstract_mesh
 from switchjax.presets import PRESETS
+from switchjax.setup import check_sizes
 from switchjax.state import count_parameters, init_state
 
 
@@ -103,13 +102,7 @@ def test_recipe_of_the_paper(preset):
 
 def fits(run: RunConfig, mesh_name: str) -> bool:
     try:
-        layout.check(
-            run.model,
-            read_mesh(mesh_name),
-            batch_size=run.data.batch_size,
-            accumulation=run.optim.accumulation,
-            row_lengths=row_lengths(run.data, run.model.architecture),
-        )
+        check_sizes(run, read_mesh(mesh_name))
     except UserError:
         return False
     return True

@@ -11,7 +11,6 @@ import jax
 from jax.experimental import topologies
 from jax.sharding import NamedSharding
 
-from switchjax import layout as layouts
 from switchjax.axes import AXES
 from switchjax.batch import Batch
 from switchjax.config import RunConfig
@@ -20,6 +19,7 @@ from switchjax.errors import UserError
 from switchjax.layout import Layout
 from switchjax.mesh import MeshShape
 from switchjax.plan.hardware import Hardware, whole_nodes
+from switchjax.setup import check_sizes
 from switchjax.state import abstract_state
 from switchjax.step import train_step
 
@@ -88,13 +88,7 @@ def compile_train_step(
     Raises:
         UserError: sizes do not divide over the mesh, or as `absent_mesh`.
     """
-    layouts.check(
-        config.model,
-        shape,
-        batch_size=config.data.batch_size,
-        accumulation=config.optim.accumulation,
-        row_lengths=row_lengths(config.data, config.model.architecture),
-    )
+    check_sizes(config, shape)
     with jax.set_mesh(absent_mesh(hardware, shape)):
         step = jax.jit(partial(train_step, config, layout), donate_argnums=0)
         lowered = step.lower(abstract_state(config, layout), abstract_batch(config, layout))

@@ -4,12 +4,11 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import get_args
 
-from switchjax import layout as layouts
 from switchjax.config import Dispatcher, Experts, RunConfig
-from switchjax.data.pipeline import row_lengths
 from switchjax.errors import UserError
 from switchjax.mesh import Exchange, MeshShape
 from switchjax.plan.hardware import Hardware
+from switchjax.setup import check_sizes
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,7 +41,7 @@ def candidates(config: RunConfig, num_devices: int, hardware: Hardware) -> list[
     for shape in _shapes(config, num_devices, hardware):
         for changed in _configs(config, shape):
             try:
-                check(changed, shape)
+                check_sizes(changed, shape)
             except UserError as error:
                 refusals.append(str(error))
             else:
@@ -51,17 +50,6 @@ def candidates(config: RunConfig, num_devices: int, hardware: Hardware) -> list[
         reasons = "; ".join(list(dict.fromkeys(refusals))[:3])
         raise UserError(f"no layout of {num_devices} devices fits this config: {reasons}")
     return found
-
-
-def check(config: RunConfig, shape: MeshShape) -> None:
-    """Raises UserError unless the config's sizes divide over the mesh."""
-    layouts.check(
-        config.model,
-        shape,
-        batch_size=config.data.batch_size,
-        accumulation=config.optim.accumulation,
-        row_lengths=row_lengths(config.data, config.model.architecture),
-    )
 
 
 def _shapes(config: RunConfig, num_devices: int, hardware: Hardware) -> Iterator[MeshShape]:

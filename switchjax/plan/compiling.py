@@ -19,6 +19,7 @@ import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -146,6 +147,7 @@ def _question(candidate: Candidate, hardware: Hardware) -> str:
     return json.dumps({"config": asked, "shape": shape, "hardware": asdict(hardware)})
 
 
+@cache
 def _versions() -> str:
     """Of what else an answer depends on."""
     code = hashlib.blake2b(digest_size=16)

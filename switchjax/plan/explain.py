@@ -8,9 +8,8 @@ from rich.table import Table
 from switchjax.plan.candidates import Candidate
 from switchjax.plan.collectives import Collective
 from switchjax.plan.compiling import Program
-from switchjax.plan.cost import MATMUL_SHARE, send_seconds
 from switchjax.plan.hardware import Hardware
-from switchjax.plan.ranking import MEMORY_FRACTION, Row
+from switchjax.plan.ranking import MEMORY_FRACTION, Row, timed_collectives
 from switchjax.plan.schedule import EXCHANGES
 
 _SMALL = 1e-6
@@ -60,19 +59,12 @@ def collective_table(candidate: Candidate, program: Program, hardware: Hardware)
 
 def _lines(candidate: Candidate, program: Program, hardware: Hardware) -> Iterator[tuple]:
     """(purpose, kind, axes, link, source, runs, megabytes, seconds, exposed seconds)."""
-    rate = hardware.peak[candidate.config.model.dtype] * MATMUL_SHARE
     sums: dict[tuple, list[float]] = {}
-    for collective, flops in program.collectives:
-        runs = collective.runs or 1
-        sent = collective.wire_bytes * runs
-        link, seconds = send_seconds(
-            collective.kind, collective.axes, sent, runs, candidate.shape, hardware
-        )
-        exposed = max(0.0, seconds - runs * flops / rate)
+    for collective, send, link, seconds, hidden in timed_collectives(candidate, program, hardware):
         source = os.path.basename(collective.source or "")
         key = purpose(collective), collective.kind, ",".join(collective.axes), link, source
         numbers = sums.setdefault(key, [0.0] * 4)
-        for i, number in enumerate((runs, sent / 1e6, seconds, exposed)):
+        for i, number in enumerate((send.runs, send.wire_bytes / 1e6, seconds, seconds - hidden)):
             numbers[i] += number
     for key, numbers in sums.items():
         yield *key, *numbers

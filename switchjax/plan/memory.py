@@ -93,18 +93,13 @@ def _arrays(
 
 def kept_without_remat(sizes: Sizes) -> float:
     """What all periods of all stacks keep if nothing is computed again: a measure of traffic."""
-    periods = sizes.model.num_layers // max(sizes.model.moe_every, 1)
-    return periods * sum(_period(sizes, stack) for stack in sizes.stacks)
+    return sizes.periods * sum(_period(sizes, stack) for stack in sizes.stacks)
 
 
 def _kept(sizes: Sizes, stack: Stack) -> float:
     """From the forward pass of a stack until its backward pass."""
-    model = sizes.model
-    periods = model.num_layers // max(model.moe_every, 1)
-    unit = stack.tokens * model.d_model * sizes.itemsize
-    if model.remat:
-        return (periods + 1) * unit
-    return periods * _period(sizes, stack) + unit
+    unit = stack.tokens * sizes.model.d_model * sizes.itemsize
+    return sizes.periods * (unit if sizes.model.remat else _period(sizes, stack)) + unit
 
 
 def _period(sizes: Sizes, stack: Stack) -> float:

@@ -13,13 +13,14 @@ from switchjax.config import RunConfig
 from switchjax.errors import UserError
 from switchjax.mesh import read_mesh
 from switchjax.plan import explain, report
-from switchjax.plan.candidates import Candidate, candidates, check
+from switchjax.plan.candidates import Candidate, candidates
 from switchjax.plan.compiling import Answer, Failure, Program, compile_all, has_compiler
 from switchjax.plan.drops import expected_drops, measured_loads
 from switchjax.plan.hardware import Hardware, read_hardware, whole_nodes
 from switchjax.plan.options import PlanConfig
-from switchjax.plan.ranking import Row, best_of_each, estimate, ranked, with_program
+from switchjax.plan.ranking import Row, by_formula, estimate, ranked, with_program
 from switchjax.plan.sizes import Sizes
+from switchjax.setup import check_sizes
 
 _UNITS = {"K": 2**10, "M": 2**20}
 
@@ -46,7 +47,7 @@ def plan(
     hardware = _hardware(options)
     asked = _candidates(config, options, hardware)
     loads = None if options.loads is None else measured_loads(options.loads)
-    rows = best_of_each(ranked(estimate(candidate, hardware) for candidate in asked))
+    rows = by_formula(asked, hardware)
     if options.mesh is None:
         _require_fit(rows, hardware)
     answers = _answers(rows[: options.compile], hardware, console)
@@ -116,7 +117,7 @@ def _candidates(config: RunConfig, options: PlanConfig, hardware: Hardware) -> l
             f"plan.nodes {options.nodes} of {hardware.devices_per_node} devices do not make the "
             f"{shape.num_devices} devices of mesh {shape.name}"
         )
-    check(config, shape)
+    check_sizes(config, shape)
     return [Candidate(config=config, shape=shape)]
 
 

@@ -1,10 +1,12 @@
 """Layouts in the order of their step time: by formula, and by the compiler where it was asked."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 from switchjax.config import RunConfig
 from switchjax.plan.candidates import Candidate, candidates
+from switchjax.plan.collectives import Collective
 from switchjax.plan.compiling import Program
 from switchjax.plan.cost import MATMUL_SHARE, Cost, cost, model_flops, send_seconds
 from switchjax.plan.hardware import Hardware
@@ -94,7 +96,11 @@ def layouts_by_formula(config: RunConfig, num_devices: int, hardware: Hardware) 
     Raises:
         UserError: none divides.
     """
-    found = candidates(config, num_devices, hardware)
+    return by_formula(candidates(config, num_devices, hardware), hardware)
+
+
+def by_formula(found: Iterable[Candidate], hardware: Hardware) -> list[Row]:
+    """The best of these for each mesh, in order."""
     return best_of_each(ranked(estimate(candidate, hardware) for candidate in found))
 
 
@@ -106,29 +112,46 @@ def best_of_each(rows: Iterable[Row]) -> list[Row]:
     return list(first.values())
 
 
-def with_program(row: Row, program: Program, hardware: Hardware) -> Row:
-    """The row with the compiler's bytes, collectives and schedule in place of the formulas'."""
-    candidate = row.candidate
-    sizes = Sizes(candidate.config, candidate.shape)
-    sending, hidden, sent = {"inside": 0.0, "between": 0.0}, 0.0, []
-    rate = hardware.peak[sizes.model.dtype] * MATMUL_SHARE
+class Timed(NamedTuple):
+    """A collective of a program, all its runs together."""
+
+    collective: Collective
+    send: Send
+    link: str
+    """That limits it: "inside" a node, or "between" nodes."""
+    seconds: float
+    hidden: float
+    """Of the seconds, behind the matrix products that are scheduled beside it."""
+
+
+def timed_collectives(
+    candidate: Candidate, program: Program, hardware: Hardware
+) -> Iterator[Timed]:
+    """What a program sends, with the time that the hardware takes for it."""
+    rate = hardware.peak[candidate.config.model.dtype] * MATMUL_SHARE
     for collective, flops in program.collectives:
         runs = collective.runs or 1
-        wire_bytes = collective.wire_bytes * runs
-        where, seconds = send_seconds(
-            collective.kind, collective.axes, wire_bytes, runs, candidate.shape, hardware
+        send = Send(
+            purpose=collective.phase,
+            kind=collective.kind,
+            axes=collective.axes,
+            wire_bytes=collective.wire_bytes * runs,
+            runs=runs,
         )
-        sending[where] += seconds
-        hidden += min(seconds, runs * flops / rate)
-        sent.append(
-            Send(
-                purpose=collective.phase,
-                kind=collective.kind,
-                axes=collective.axes,
-                wire_bytes=wire_bytes,
-                runs=runs,
-            )
+        link, seconds = send_seconds(
+            send.kind, send.axes, send.wire_bytes, runs, candidate.shape, hardware
         )
+        yield Timed(collective, send, link, seconds, min(seconds, runs * flops / rate))
+
+
+def with_program(row: Row, program: Program, hardware: Hardware) -> Row:
+    """The row with the compiler's bytes, collectives and schedule in place of the formulas'."""
+    sizes = Sizes(row.candidate.config, row.candidate.shape)
+    sending, hidden, sent = {"inside": 0.0, "between": 0.0}, 0.0, []
+    for timed in timed_collectives(row.candidate, program, hardware):
+        sending[timed.link] += timed.seconds
+        hidden += timed.hidden
+        sent.append(timed.send)
     # What a product stands beside is no more than all products, however many collectives it is.
     hidden = min(hidden, row.cost.compute)
     seconds = replace(row.cost, sending=sending, hidden=hidden)

@@ -99,6 +99,11 @@ class Sizes:
         return 3 if self.model.activation == "geglu" else 2
 
     @property
+    def periods(self) -> int:
+        """Of one stack."""
+        return self.model.num_layers // max(self.model.moe_every, 1)
+
+    @property
     def switch_layers(self) -> int:
         """Of one stack."""
         return self.model.num_layers // self.model.moe_every if self.model.moe_every else 0

@@ -15,6 +15,7 @@ from switchjax.errors import UserError
 Experts = Literal["separate", "folded"]
 Dispatcher = Literal["all_to_all", "all_gather", "ragged", "local"]
 Wire = Literal["compute", "bfloat16", "float8"]
+ReduceDtype = Literal["compute", "float32", "bfloat16"]
 RouterKind = Literal["top_k", "expert_choice"]
 
 

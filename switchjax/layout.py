@@ -6,21 +6,53 @@ Parameters of stacked layers get a leading dim that is never split (`jax.vmap` p
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass, replace
-from typing import Any, TypeVar
+from dataclasses import dataclass, fields, replace
+from typing import Any, NamedTuple, TypeVar
 
 import jax
 import numpy as np
 from jax import P
 from jax.sharding import NamedSharding
 
-from switchjax.axes import AXES, EXPERT, MODEL, TOKENS
+from switchjax.axes import AXES, DATA, EXPERT, MODEL, TOKENS
 from switchjax.batch import Batch, Prompts
 from switchjax.config import ModelConfig
 from switchjax.errors import UserError
-from switchjax.mesh import Exchange, MeshShape
+from switchjax.mesh import Exchange, MeshShape, Storage
 
 Rows = TypeVar("Rows", Batch, Prompts)
+
+
+class Held(NamedTuple):
+    """How the state holds a weight."""
+
+    spec: P
+    width: int | None
+    """Its dim of size d_model, counted from the last, which ZeRO splits over `data`; None: it is
+    small, and stays whole."""
+
+    def split(self) -> "Held":
+        """With the width over `data`."""
+        if self.width is None:
+            return self
+        return self._replace(spec=with_entry(self.spec, self.width, DATA))
+
+
+def with_entry(spec: P, dim: int, axis: str | None) -> P:
+    """The spec with another axis, or none, for a dim."""
+    entries = list(spec.partitions)
+    entries[dim] = axis
+    return P(*entries)
+
+
+def reduced_over(spec: P, axes: tuple[str, ...]) -> P:
+    """Of an array that is equal along these axes, whose gradient comes as parts of a sum."""
+    return P(*spec.partitions, reduced=frozenset(axes))
+
+
+def unreduced_over(spec: P, axes: tuple[str, ...]) -> P:
+    """Of an array that is the sum of what devices along these axes hold."""
+    return P(*spec.partitions, unreduced=frozenset(axes))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,31 +76,37 @@ class Layout:
     kept_nbshk: P = P(None, TOKENS, None, MODEL, None)
 
     # Parameters.
-    embed_vd: P = P(MODEL, None)
     norm_d: P = P(None)
-    relative_uh: P = P(None, MODEL)
-    w_q_dhk: P = P(None, MODEL, None)
-    w_o_hkd: P = P(MODEL, None, None)
-    w_in_df: P = P(None, MODEL)
-    w_out_fd: P = P(MODEL, None)
-    router_de: P = P(None, None)
-    w_in_edf: P = P(EXPERT, None, MODEL)
-    w_out_efd: P = P(EXPERT, MODEL, None)
+    relative_uh: Held = Held(P(None, MODEL), None)
+    embed_vd: Held = Held(P(MODEL, None), -1)
+    w_q_dhk: Held = Held(P(None, MODEL, None), -3)
+    w_o_hkd: Held = Held(P(MODEL, None, None), -1)
+    w_in_df: Held = Held(P(None, MODEL), -2)
+    w_out_fd: Held = Held(P(MODEL, None), -1)
+    router_de: Held = Held(P(None, None), -2)
+    w_in_edf: Held = Held(P(EXPERT, None, MODEL), -2)
+    w_out_efd: Held = Held(P(EXPERT, MODEL, None), -1)
 
     # What every device holds whole.
     whole: P = P()
 
     # What travels between the devices of the expert axis, and how.
     exchange: Exchange = Exchange()
+    # Where the parts of the state are.
+    storage: Storage = Storage()
 
     @classmethod
     def of(cls, shape: MeshShape) -> "Layout":
         """The layout that the mesh file asks for."""
-        layout = cls(exchange=shape.exchange)
-        if shape.exchange.experts == "separate":
-            return layout
-        experts = P((EXPERT, MODEL), None, None)
-        return replace(layout, w_in_edf=experts, w_out_efd=experts)
+        layout = cls(exchange=shape.exchange, storage=shape.storage)
+        if shape.exchange.experts == "folded":
+            experts = P((EXPERT, MODEL), None, None)
+            layout = replace(layout, w_in_edf=Held(experts, -2), w_out_efd=Held(experts, -1))
+        if shape.storage.zero == 3:
+            values = {field.name: getattr(layout, field.name) for field in fields(layout)}
+            split = {name: held.split() for name, held in values.items() if isinstance(held, Held)}
+            layout = replace(layout, **split)
+        return layout
 
     def rows(self, num_dims: int) -> P:
         """Of an array whose first dim is batch rows."""
@@ -130,9 +168,10 @@ def and_lone_axes(spec: P) -> P:
     a sum over one device is a copy of all of it.
     """
     lone = [axis for axis, size in jax.sharding.get_abstract_mesh().shape.items() if size == 1]
-    first, *others = spec
+    first, *others = spec.partitions
     first = first if isinstance(first, tuple) else (first,)
-    return P((*first, *(axis for axis in lone if axis not in (*first, *others))), *others)
+    lone = [axis for axis in lone if axis not in (*first, *others)]
+    return P((*first, *lone), *others, reduced=spec.reduced)
 
 
 def check(
@@ -155,6 +194,7 @@ def check(
     """
     if model.moe_every:
         _check_experts(model, shape)
+    _check_storage(model, shape)
     _divides(shape, "model", shape.model, "model.num_heads", model.num_heads)
     _divides(shape, "model", shape.model, "model.d_ff", model.d_ff)
     _divides(shape, "model", shape.model, "model.vocab_size", model.vocab_size)
@@ -188,6 +228,17 @@ def _check_experts(model: ModelConfig, shape: MeshShape) -> None:
                 f"mesh {shape.name}: dispatcher ragged drops nothing, so leave out "
                 f"model.{name} {value}"
             )
+
+
+def _check_storage(model: ModelConfig, shape: MeshShape) -> None:
+    zero = shape.storage.zero
+    if zero and shape.data == 1:
+        raise UserError(
+            f"mesh {shape.name}: zero = {zero} splits the state over data, and data = 1: it would "
+            "do nothing, so leave it out"
+        )
+    if zero:
+        _divides(shape, f"with zero = {zero} data", shape.data, "model.d_model", model.d_model)
 
 
 def _divides(shape: MeshShape, axis: str, size: int, name: str, number: int) -> None:

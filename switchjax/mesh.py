@@ -1,7 +1,8 @@
 """Device meshes: read a mesh file, make the devices, line them up. The only `jax.devices()`.
 
 A mesh file (`meshes/NAME.toml`) is three integers, `data`, `expert` and `model`, and where they
-differ from the defaults the fields of `Exchange`: how tokens reach their experts on this mesh.
+differ from the defaults the fields of `Exchange`, how tokens reach their experts on this mesh, and
+of `Storage`, where the state is.
 """
 
 import os
@@ -16,7 +17,7 @@ from typing import get_args
 import jax
 
 from switchjax.axes import AXES
-from switchjax.config import Dispatcher, Experts, Wire
+from switchjax.config import Dispatcher, Experts, ReduceDtype, Wire
 from switchjax.errors import UserError, unknown
 
 # An installed package carries the mesh files inside itself, a checkout beside itself.
@@ -66,6 +67,26 @@ class Exchange:
         return {"xla_gpu_dot_merger_threshold_mb": "0"}
 
 
+@dataclass(frozen=True, kw_only=True)
+class Storage:
+    """Where the parts of the state are, and how gradients are summed."""
+
+    zero: int = 0
+    """What the axis `data` splits: 1, the optimizer's state; 2, gradients too; 3, parameters too,
+    which are gathered where they are used. None of it changes the numbers."""
+    reduce_dtype: ReduceDtype = "compute"
+    """Dtype in which weights' gradients are summed over devices: as computed, or this one."""
+
+    def __post_init__(self) -> None:
+        if self.zero not in range(4) or isinstance(self.zero, bool | float):
+            raise UserError(f"zero must be 0, 1, 2 or 3, got {self.zero!r}")
+        known = get_args(ReduceDtype)
+        if self.reduce_dtype not in known:
+            raise UserError(
+                f"reduce_dtype must be one of {', '.join(known)}, got {self.reduce_dtype!r}"
+            )
+
+
 def _is_count(value: object) -> bool:
     return isinstance(value, int) and not isinstance(value, bool) and value >= 1
 
@@ -79,6 +100,7 @@ class MeshShape:
     expert: int
     model: int
     exchange: Exchange = Exchange()
+    storage: Storage = Storage()
 
     def __post_init__(self) -> None:
         for axis, size in zip(AXES, self.sizes, strict=True):
@@ -165,7 +187,8 @@ def _folder() -> Path:
 
 
 def _shape(name: str, values: dict) -> MeshShape:
-    extra = [field.name for field in fields(Exchange)]
+    of_exchange, of_storage = ([f.name for f in fields(kind)] for kind in (Exchange, Storage))
+    extra = [*of_exchange, *of_storage]
     unknown = sorted(values.keys() - {*AXES, *extra})
     missing = [axis for axis in AXES if axis not in values]
     if unknown or missing:
@@ -178,10 +201,12 @@ def _shape(name: str, values: dict) -> MeshShape:
             )
         )
     try:
-        exchange = Exchange(**{key: values[key] for key in extra if key in values})
+        exchange = Exchange(**{key: values[key] for key in of_exchange if key in values})
+        storage = Storage(**{key: values[key] for key in of_storage if key in values})
     except UserError as error:
         raise UserError(f"mesh {name}: {error}") from None
-    return MeshShape(name=name, exchange=exchange, **{axis: values[axis] for axis in AXES})
+    sizes = {axis: values[axis] for axis in AXES}
+    return MeshShape(name=name, exchange=exchange, storage=storage, **sizes)
 
 
 def simulate_devices(count: int | None, shape: MeshShape, *, num_processes: int = 1) -> None:

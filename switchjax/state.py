@@ -8,6 +8,7 @@ import optax
 from jax import Array
 from jax.sharding import NamedSharding
 
+from switchjax import zero
 from switchjax.config import ModelConfig, RunConfig
 from switchjax.layout import Layout
 from switchjax.mesh import MeshShape, use_abstract_mesh
@@ -33,12 +34,13 @@ def keys(config: RunConfig) -> tuple[Array, Array]:
 
 def init_state(config: RunConfig, layout: Layout) -> TrainState:
     """The state before the first step, on the mesh in use; bitwise the same on any mesh."""
-    return first_state(config, SwitchTransformer(keys(config)[0], config.model, layout))
+    model = SwitchTransformer(keys(config)[0], config.model, layout)
+    return first_state(config, layout, model)
 
 
-def first_state(config: RunConfig, model: SwitchTransformer) -> TrainState:
+def first_state(config: RunConfig, layout: Layout, model: SwitchTransformer) -> TrainState:
     """The state before the first step of a run that starts from this model."""
-    parameters: Any = model  # optax takes any pytree and names a few kinds
+    parameters: Any = zero.split(model) if layout.storage.zero else model
     opt_state = make_optimizer(config.optim).init(parameters)
     return TrainState(jnp.int32(0), model, opt_state, init_router_bias(config))
 

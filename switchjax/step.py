@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import optax
 from jax import Array, lax
 
+from switchjax import zero
 from switchjax.batch import Batch
 from switchjax.config import OptimConfig, RunConfig
 from switchjax.layout import Layout
@@ -62,14 +63,22 @@ def step_with_gradient(
     key = jax.random.fold_in(keys(config)[1], state.step)
     whole = Counts.of(batch)
 
+    variables = zero.variables(state.model, layout)
+
     def gradient(micro: Batch) -> tuple[SwitchTransformer, LossParts]:
         noise = Noise(key, micro.row_B)
-        of_model = jax.grad(_loss, has_aux=True)
-        return of_model(state.model, state.router_bias_XE, micro, noise, whole, optim)
+
+        def loss(variables: SwitchTransformer) -> tuple[Array, LossParts]:
+            model = zero.with_variables(state.model, variables, layout)
+            return _loss(model, state.router_bias_XE, micro, noise, whole, optim)
+
+        return jax.grad(loss, has_aux=True)(variables)
 
     parameters: Any = state.model  # optax takes any pytree and names a few kinds
     grads: Any
     grads, parts = _accumulate(gradient, batch, optim.accumulation, layout)
+    if layout.storage.zero:
+        parameters, grads = zero.split((parameters, grads))
     updates, opt_state = make_optimizer(optim).update(grads, state.opt_state, parameters)
     aux, z = _router_losses(parts.router)
     metrics = StepMetrics(
@@ -83,6 +92,8 @@ def step_with_gradient(
         router=parts.router,
     )
     model: Any = optax.apply_updates(parameters, updates)
+    if layout.storage.zero in (1, 2):
+        model = zero.gathered(model)
     router_bias_XE = state.router_bias_XE
     if router_bias_XE is not None and parts.router is not None:
         router_bias_XE = moved_bias(router_bias_XE, parts.router.load_E, optim.bias_rate)

@@ -222,7 +222,7 @@ def _first_state(run: _Run) -> TrainState:
         weights = open_weights(config.init_from)
     target = abstract_state(config, run.layout)
     model = load_model(weights, target.model)
-    initial = jax.jit(partial(first_state, config)).lower(model).compile()
+    initial = jax.jit(partial(first_state, config, run.layout)).lower(model).compile()
     processes.meet()
     state = initial(model)
     started = "step, learning-rate schedule, optimizer state and data begin anew"

@@ -111,7 +111,7 @@ def norm_and_clip_factor() -> tuple[float, float]:
     gradient_EDF = np.array([[[2.0, 4.0]], [[6.0, 8.0]]], np.float32)
     optimizer = make_optimizer(config)
     with jax.set_mesh(builders.mesh("expert=2")):
-        placed = jax.device_put(gradient_EDF, Layout().w_in_edf)
+        placed = jax.device_put(gradient_EDF, Layout().w_in_edf.spec)
         update = jax.jit(lambda g: optimizer.update(g, optimizer.init(g), None)[0])
         updates_EDF = -np.asarray(update(placed))
     factor = float(updates_EDF.max() / gradient_EDF.max())
@@ -155,7 +155,7 @@ def ce_of_a_step(mesh_name: str, accumulation: int, rows: list[tuple[int, float]
         for module, name in ((block.attention, "w_o_HKD"), (block.mlp, "w_out_FD")):
             setattr(module, name, nnx.Param(jnp.zeros_like(getattr(module, name)[...])))
         embed_VD = np.stack([logits_V, np.zeros_like(logits_V)], axis=1).astype(np.float32)
-        placed = jax.device_put(embed_VD, Layout().embed_vd)
+        placed = jax.device_put(embed_VD, Layout().embed_vd.spec)
         state.model.embedding.embed_VD = nnx.Param(placed)
         return builders.compiled_step(config)(state, Layout().place(batch))[1].ce
 

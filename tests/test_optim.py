@@ -64,7 +64,7 @@ def test_clipping_sees_the_whole_gradient(mesh_name):
         return updates, optax.tree.norm(gradient_EDF)
 
     with jax.set_mesh(builders.mesh(mesh_name)):
-        updates, norm = jax.jit(update)(jax.device_put(gradient_EDF, Layout().w_in_edf))
+        updates, norm = jax.jit(update)(jax.device_put(gradient_EDF, Layout().w_in_edf.spec))
     np.testing.assert_allclose(norm, 10.954451, rtol=1e-6)
     np.testing.assert_allclose(updates, -0.0912871 * gradient_EDF, rtol=1e-5)
 

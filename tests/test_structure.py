@@ -15,7 +15,7 @@ FILES = sorted(PACKAGE.rglob("*.py"))
 # DESIGN, section 4: a module imports only from rows above its own. A folder stands for all in it.
 ROWS = (
     ("arguments", "axes", "batch", "config", "errors", "generate_config", "presets"),
-    ("cluster", "ending", "layout", "mesh", "processes"),
+    ("cluster", "ending", "layout", "mesh", "processes", "zero"),
     ("moe.grouped", "moe.pieces", "moe.products", "moe.routing", "moe.varying", "nn"),
     ("moe.dispatch",),
     ("moe.experts",),
@@ -38,6 +38,7 @@ NEIGHBOURS = {
     "cluster": {"ending", "processes"},
     "generate_config": {"config", "errors"},
     "layout": {"mesh"},
+    "zero": {"layout"},
     "moe.dispatch": {"moe.dispatch"},
     "moe.grouped": {"moe.pieces", "moe.products", "moe.varying"},
     "nn": {"nn"},
@@ -118,10 +119,11 @@ class _WithoutDocstrings(ast.NodeTransformer):
         # `nn/init.py` names the type of a spec that it is handed, and makes none.
         (r"\bPartitionSpec\b|\bP\(", {"layout"}),
         (r"\bimport .*\bP\b", {"layout", "nn.init"}),
-        (r"\bshard_map\(", {"moe.layer"}),
-        (r"\b(all_to_all|psum_scatter)\(", {"moe.dispatch.wire"}),
+        (r"\bshard_map\(", {"moe.layer", "zero"}),
+        (r"\ball_to_all\(", {"moe.dispatch.wire"}),
+        (r"\bpsum_scatter\(", {"moe.dispatch.wire", "zero"}),
         (r"\bragged_all_to_all\(", {"moe.dispatch.ragged"}),
-        (r"\ball_gather\(", {"moe.dispatch.wire", "moe.dispatch.ragged"}),
+        (r"\ball_gather\(", {"moe.dispatch.wire", "moe.dispatch.ragged", "zero"}),
         (r"\bppermute\(", set()),
         (r"\bjax\.(local_)?devices\b|\bdevice_count\b", {"mesh"}),
         (r"\bcheck_vma\b|\bcheck_rep\b", set()),

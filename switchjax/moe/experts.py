@@ -22,12 +22,12 @@ class Experts(nnx.Module):
         E, D, F = config.num_experts, config.d_model, config.d_ff
         keys = jax.random.split(key, 3)
         by_input = config.init_scale / D
-        self.w_in_EDF = weight(keys[0], (E, D, F), variance=by_input, spec=layout.w_in_edf)
+        self.w_in_EDF = weight(keys[0], (E, D, F), variance=by_input, held=layout.w_in_edf)
         self.w_out_EFD = weight(
-            keys[1], (E, F, D), variance=config.init_scale / F, spec=layout.w_out_efd
+            keys[1], (E, F, D), variance=config.init_scale / F, held=layout.w_out_efd
         )
         self.w_gate_EDF = (
-            weight(keys[2], (E, D, F), variance=by_input, spec=layout.w_in_edf)
+            weight(keys[2], (E, D, F), variance=by_input, held=layout.w_in_edf)
             if config.activation == "geglu"
             else None
         )

@@ -9,7 +9,7 @@ from flax import nnx
 from jax import Array, lax
 from jaxtyping import Bool, Float, Int
 
-from switchjax.axes import AXES, MODEL, TOKENS
+from switchjax.axes import AXES, DATA, MODEL, TOKENS
 from switchjax.config import ModelConfig, RouterKind
 from switchjax.layout import Layout, and_lone_axes
 from switchjax.moe import routing, varying
@@ -18,6 +18,7 @@ from switchjax.moe.dispatch.interface import Dispatcher, Plan, Tokens
 from switchjax.moe.experts import Dropout, Experts, ExpertsHere
 from switchjax.nn.init import weight
 from switchjax.nn.noise import Noise
+from switchjax.zero import in_use
 
 DISPATCHERS: dict[str, Dispatcher] = {
     "all_to_all": all_to_all.dispatch,
@@ -57,7 +58,7 @@ class SwitchLayer(nnx.Module):
             router_key,
             (config.d_model, config.num_experts),
             variance=config.init_scale / config.d_model,
-            spec=layout.router_de,
+            held=layout.router_de,
         )
         self.experts = Experts(experts_key, config, layout)
         self.router_kind: RouterKind = router_kind
@@ -83,16 +84,20 @@ class SwitchLayer(nnx.Module):
         layout, experts, dtype = self.layout, self.experts, x_BLD.dtype
         if placement_E is None:
             placement_E = jnp.arange(self.config.num_experts)
+
+        def of_experts(w: nnx.Param) -> Array:
+            w_EXY = in_use(w, dtype, layout, over=(DATA,))
+            return jax.reshard(w_EXY, and_lone_axes(jax.typeof(w_EXY).sharding.spec))
+
         gate = experts.w_gate_EDF
-        in_spec, out_spec = map(and_lone_axes, (layout.w_in_edf, layout.w_out_efd))
         weights = Weights(
-            self.router_DE[...],
-            jax.reshard(experts.w_in_EDF[...].astype(dtype), in_spec),
-            None if gate is None else jax.reshard(gate[...].astype(dtype), in_spec),
-            jax.reshard(experts.w_out_EFD[...].astype(dtype), out_spec),
+            in_use(self.router_DE, jnp.float32, layout),
+            of_experts(experts.w_in_EDF),
+            None if gate is None else of_experts(gate),
+            of_experts(experts.w_out_EFD),
         )
+        weight_specs: Any = jax.tree.map(lambda w: jax.typeof(w).sharding.spec, weights)
         noise_specs: Any = (layout.whole, layout.rows_b)
-        weight_specs: Any = (layout.router_de, in_spec, in_spec, out_spec)
         mapped = jax.shard_map(
             partial(_switch, self.config, self.router_kind, layout),
             in_specs=(
@@ -100,7 +105,7 @@ class SwitchLayer(nnx.Module):
                 layout.tokens_bl,
                 None if noise is None else Noise(*noise_specs),
                 None if bias_E is None else layout.whole,
-                Weights(*weight_specs),
+                weight_specs,
                 layout.whole,
             ),
             out_specs=(layout.tokens_bld, layout.whole),

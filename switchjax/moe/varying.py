@@ -16,5 +16,9 @@ def over(axes: Iterable[str], array: Array) -> Array:
 
     Its gradient is the sum over the axes that are added. So this says where that sum is made.
     """
-    missing = tuple(axis for axis in axes if axis not in axes_of(array))
-    return lax.pcast(array, missing, to="varying") if missing else array
+    missing = [axis for axis in axes if axis not in axes_of(array)]
+    reduced = jax.typeof(array).mat.reduced  # a type of its own: see `zero.in_use`
+    for some in (set(missing) & reduced, set(missing) - reduced):
+        if some:
+            array = lax.pcast(array, tuple(axis for axis in missing if axis in some), to="varying")
+    return array

@@ -12,6 +12,7 @@ from switchjax.config import ModelConfig
 from switchjax.layout import Layout
 from switchjax.nn.init import weight
 from switchjax.nn.position import rotate
+from switchjax.zero import in_use
 
 
 class KeyValues(NamedTuple):
@@ -56,10 +57,10 @@ class Attention(nnx.Module):
         keys = jax.random.split(key, 4)
         by_input = config.init_scale / D
         by_heads = config.init_scale / (H * K)
-        self.w_q_DHK = weight(keys[0], (D, H, K), variance=by_input / K, spec=layout.w_q_dhk)
-        self.w_k_DHK = weight(keys[1], (D, H, K), variance=by_input, spec=layout.w_q_dhk)
-        self.w_v_DHK = weight(keys[2], (D, H, K), variance=by_input, spec=layout.w_q_dhk)
-        self.w_o_HKD = weight(keys[3], (H, K, D), variance=by_heads, spec=layout.w_o_hkd)
+        self.w_q_DHK = weight(keys[0], (D, H, K), variance=by_input / K, held=layout.w_q_dhk)
+        self.w_k_DHK = weight(keys[1], (D, H, K), variance=by_input, held=layout.w_q_dhk)
+        self.w_v_DHK = weight(keys[2], (D, H, K), variance=by_input, held=layout.w_q_dhk)
+        self.w_o_HKD = weight(keys[3], (H, K, D), variance=by_heads, held=layout.w_o_hkd)
         self.layout = layout
 
     def keys_values(
@@ -101,9 +102,9 @@ class Attention(nnx.Module):
         masked_BHLS = jnp.where(visible_BLS[:, None], scores_BHLS, jnp.finfo(jnp.float32).min)
         weights_BHLS = jax.nn.softmax(masked_BHLS, axis=-1).astype(x_BLD.dtype)
         mixed_BLHK = jnp.einsum("bhls,bshk->blhk", weights_BHLS, seen.v_BSHK)
-        w_o_HKD = self.w_o_HKD[...].astype(x_BLD.dtype)
+        w_o_HKD = in_use(self.w_o_HKD, x_BLD.dtype, self.layout)
         return jnp.einsum("blhk,hkd->bld", mixed_BLHK, w_o_HKD, out_sharding=self.layout.tokens_bld)
 
     def _project(self, x_BLD: Float[Array, "B L D"], w_DHK: nnx.Param) -> Float[Array, "B L H K"]:
-        w = w_DHK[...].astype(x_BLD.dtype)
+        w = in_use(w_DHK, x_BLD.dtype, self.layout)
         return jnp.einsum("bld,dhk->blhk", x_BLD, w, out_sharding=self.layout.heads_blhk)

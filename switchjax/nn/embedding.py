@@ -9,6 +9,7 @@ from jaxtyping import Float, Int
 from switchjax.config import ModelConfig
 from switchjax.layout import Layout
 from switchjax.nn.init import weight
+from switchjax.zero import in_use
 
 
 class Embedding(nnx.Module):
@@ -21,18 +22,18 @@ class Embedding(nnx.Module):
 
     def __init__(self, key: Array, config: ModelConfig, layout: Layout):
         shape = (config.vocab_size, config.d_model)
-        self.embed_VD = weight(key, shape, variance=1.0, spec=layout.embed_vd)
+        self.embed_VD = weight(key, shape, variance=1.0, held=layout.embed_vd)
         # The key's own bits are the first table's, whether there is a second one or not.
         logits_key, variance = jax.random.fold_in(key, 1), config.init_scale / config.d_model
         self.logits_VD = (
             None
             if config.tied_embeddings
-            else weight(logits_key, shape, variance=variance, spec=layout.embed_vd)
+            else weight(logits_key, shape, variance=variance, held=layout.embed_vd)
         )
         self.layout = layout
 
     def embed(self, tokens_BL: Int[Array, "B L"], dtype: str) -> Float[Array, "B L D"]:
-        embed_VD = self.embed_VD[...].astype(dtype)
+        embed_VD = in_use(self.embed_VD, dtype, self.layout)
         return embed_VD.at[tokens_BL].get(out_sharding=self.layout.tokens_bld)
 
     def logits(self, x_BLD: Float[Array, "B L D"]) -> Float[Array, "B L V"]:
@@ -44,7 +45,7 @@ class Embedding(nnx.Module):
         return jnp.einsum(
             "bld,vd->blv",
             x_BLD,
-            table_VD[...].astype(x_BLD.dtype),
+            in_use(table_VD, x_BLD.dtype, self.layout),
             out_sharding=self.layout.logits_blv,
             preferred_element_type=jnp.float32,
         )

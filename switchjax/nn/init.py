@@ -15,6 +15,8 @@ from flax import nnx
 from jax import Array, P
 from jaxtyping import Float
 
+from switchjax.layout import Held
+
 _TABLE_BITS = 16
 _STD_OF_TRUNCATED = 0.87962566103423978  # of a unit normal cut at two standard deviations
 
@@ -38,14 +40,15 @@ def draw(rng: np.random.Generator, shape: tuple[int, ...], *, variance: float) -
     return _table(variance)[rng.integers(2**_TABLE_BITS, size=shape)]
 
 
-def weight(key: Array, shape: tuple[int, ...], *, variance: float, spec: P) -> nnx.Param:
-    """A float32 weight of the given variance, born with its layout.
+def weight(key: Array, shape: tuple[int, ...], *, variance: float, held: Held) -> nnx.Param:
+    """A float32 weight of the given variance, born as it is held.
 
     Source: Switch Transformer, arXiv:2101.03961, section 2.4, with variance = scale / fan_in.
     """
     table = _table(variance)
-    bits = jax.random.bits(key, shape, np.uint16, out_sharding=spec)
-    return nnx.Param(jax.numpy.asarray(table).at[bits].get(out_sharding=spec))
+    bits = jax.random.bits(key, shape, np.uint16, out_sharding=held.spec)
+    value = jax.numpy.asarray(table).at[bits].get(out_sharding=held.spec)
+    return nnx.Param(value, width=held.width)
 
 
 def ones(shape: tuple[int, ...], spec: P) -> nnx.Param:

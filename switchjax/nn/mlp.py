@@ -10,6 +10,7 @@ from switchjax.config import ModelConfig
 from switchjax.layout import Layout
 from switchjax.nn.init import weight
 from switchjax.nn.noise import Noise, dropout
+from switchjax.zero import in_use
 
 
 class Mlp(nnx.Module):
@@ -22,12 +23,12 @@ class Mlp(nnx.Module):
         D, F = config.d_model, config.d_ff
         keys = jax.random.split(key, 3)
         by_input = config.init_scale / D
-        self.w_in_DF = weight(keys[0], (D, F), variance=by_input, spec=layout.w_in_df)
+        self.w_in_DF = weight(keys[0], (D, F), variance=by_input, held=layout.w_in_df)
         self.w_out_FD = weight(
-            keys[1], (F, D), variance=config.init_scale / F, spec=layout.w_out_fd
+            keys[1], (F, D), variance=config.init_scale / F, held=layout.w_out_fd
         )
         self.w_gate_DF = (
-            weight(keys[2], (D, F), variance=by_input, spec=layout.w_in_df)
+            weight(keys[2], (D, F), variance=by_input, held=layout.w_in_df)
             if config.activation == "geglu"
             else None
         )
@@ -41,9 +42,9 @@ class Mlp(nnx.Module):
         else:
             h_BLF *= jax.nn.gelu(self._project(x_BLD, self.w_gate_DF))
         h_BLF = dropout(h_BLF, self.rate, noise)
-        w_out_FD = self.w_out_FD[...].astype(x_BLD.dtype)
+        w_out_FD = in_use(self.w_out_FD, x_BLD.dtype, self.layout)
         return jnp.einsum("blf,fd->bld", h_BLF, w_out_FD, out_sharding=self.layout.tokens_bld)
 
     def _project(self, x_BLD: Float[Array, "B L D"], w_DF: nnx.Param) -> Float[Array, "B L F"]:
-        w = w_DF[...].astype(x_BLD.dtype)
+        w = in_use(w_DF, x_BLD.dtype, self.layout)
         return jnp.einsum("bld,df->blf", x_BLD, w, out_sharding=self.layout.hidden_blf)

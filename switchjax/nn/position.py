@@ -50,7 +50,7 @@ class RelativeBias(nnx.Module):
     def __init__(self, key: Array, config: ModelConfig, layout: Layout, *, bidirectional: bool):
         shape = (NUM_BUCKETS, config.num_heads)
         variance = config.init_scale / config.d_model
-        self.relative_UH = weight(key, shape, variance=variance, spec=layout.relative_uh)
+        self.relative_UH = weight(key, shape, variance=variance, held=layout.relative_uh)
         self.bidirectional = bidirectional
         self.layout = layout
 

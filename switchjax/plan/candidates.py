@@ -61,8 +61,13 @@ def _shapes(config: RunConfig, num_devices: int, hardware: Hardware) -> Iterator
             for exchange in _exchanges(config, expert, model):
                 sizes = {"data": data, "expert": expert, "model": model}
                 name = "".join(f"{axis}{size}_" for axis, size in sizes.items() if size > 1)
-                name = name.rstrip("_") or "single"
-                yield MeshShape(name=name, exchange=exchange, **sizes)
+                yield MeshShape(
+                    name=name.rstrip("_") or "single",
+                    exchange=exchange,
+                    data=data,
+                    expert=expert,
+                    model=model,
+                )
 
 
 def _exchanges(config: RunConfig, expert: int, model: int) -> Iterator[Exchange]:

@@ -56,11 +56,11 @@ def make_layer(config, weights, layout=LAYOUT):
     layer = jax.eval_shape(
         lambda: SwitchLayer(jax.random.key(0), config, layout, router_kind=config.encoder_router)
     )
-    layer.router_DE = nnx.Param(put(weights.router, layout.router_de))
-    layer.experts.w_in_EDF = nnx.Param(put(weights.w_in, layout.w_in_edf))
-    layer.experts.w_out_EFD = nnx.Param(put(weights.w_out, layout.w_out_efd))
+    layer.router_DE = nnx.Param(put(weights.router, layout.router_de.spec))
+    layer.experts.w_in_EDF = nnx.Param(put(weights.w_in, layout.w_in_edf.spec))
+    layer.experts.w_out_EFD = nnx.Param(put(weights.w_out, layout.w_out_efd.spec))
     if weights.w_gate is not None:
-        layer.experts.w_gate_EDF = nnx.Param(put(weights.w_gate, layout.w_in_edf))
+        layer.experts.w_gate_EDF = nnx.Param(put(weights.w_gate, layout.w_in_edf.spec))
     return layer
 
 
@@ -633,10 +633,10 @@ def test_one_expert_is_the_dense_layer(mesh, activation):
     with use(mesh):
         y, stats = call(config, weights, x, real)
         mlp = jax.eval_shape(lambda: Mlp(jax.random.key(0), config, LAYOUT))
-        mlp.w_in_DF = nnx.Param(put(weights.w_in[0], LAYOUT.w_in_df))
-        mlp.w_out_FD = nnx.Param(put(weights.w_out[0], LAYOUT.w_out_fd))
+        mlp.w_in_DF = nnx.Param(put(weights.w_in[0], LAYOUT.w_in_df.spec))
+        mlp.w_out_FD = nnx.Param(put(weights.w_out[0], LAYOUT.w_out_fd.spec))
         if activation == "geglu":
-            mlp.w_gate_DF = nnx.Param(put(weights.w_gate[0], LAYOUT.w_in_df))
+            mlp.w_gate_DF = nnx.Param(put(weights.w_gate[0], LAYOUT.w_in_df.spec))
         dense = jax.device_get(jax.jit(mlp)(put(x, LAYOUT.tokens_bld), None))
     np.testing.assert_allclose(y, dense, **VALUES)
     assert (stats.balance, stats.dropped, stats.load_E.tolist()) == (1.0, 0, [x[..., 0].size])

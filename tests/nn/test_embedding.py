@@ -23,9 +23,9 @@ X_BLD = RNG.standard_normal((8, 5, 16)).astype(np.float32)
 def embedding(*, tied=True):
     config = replace(CONFIG, tied_embeddings=tied)
     module = jax.eval_shape(lambda: Embedding(jax.random.key(0), config, LAYOUT))
-    module.embed_VD = nnx.Param(put(TABLE_VD, LAYOUT.embed_vd))
+    module.embed_VD = nnx.Param(put(TABLE_VD, LAYOUT.embed_vd.spec))
     if not tied:
-        module.logits_VD = nnx.Param(put(OTHER_VD, LAYOUT.embed_vd))
+        module.logits_VD = nnx.Param(put(OTHER_VD, LAYOUT.embed_vd.spec))
     return module
 
 

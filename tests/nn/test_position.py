@@ -46,7 +46,7 @@ def test_bias_is_looked_up(mesh):
         module = jax.eval_shape(
             lambda: RelativeBias(jax.random.key(0), config, LAYOUT, bidirectional=True)
         )
-        module.relative_UH = nnx.Param(put(table_UH, LAYOUT.relative_uh))
+        module.relative_UH = nnx.Param(put(table_UH, LAYOUT.relative_uh.spec))
         bias_HLL = np.asarray(jax.jit(lambda module: module(20))(module))
     buckets_LL = relative_buckets(20, 20, bidirectional=True)
     np.testing.assert_array_equal(bias_HLL, table_UH[buckets_LL].transpose(2, 0, 1))

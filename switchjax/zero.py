@@ -1,0 +1,159 @@
+"""ZeRO: what of the state the axis `data` splits, though it splits the tokens too.
+
+With `zero` 1 in the mesh file that is the optimizer's state, with 2 gradients too, with 3 the
+parameters too. A weight is split along its width (`layout.Held`). So the optimizer works on parts:
+with 1 and 2 the new parameters are gathered after a step, with 3 each weight where it is used. A
+gradient is added and split in one collective, where its weight was used, so that no device has all
+of it; with 1 it is added everywhere, and each device goes on with its part.
+
+Source: ZeRO, arXiv:1910.02054, section 5.
+"""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple, TypeVar
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax import Array, lax
+from jax.typing import DTypeLike
+
+from switchjax.axes import DATA, TOKENS
+from switchjax.layout import Layout, reduced_over, unreduced_over, with_entry
+
+Tree = TypeVar("Tree")
+
+
+class Slotted(NamedTuple):
+    """A weight, and an array of zeros in the place of which it has its gradient.
+
+    So a gradient can lie otherwise than its weight, and be wider.
+    """
+
+    value: Array
+    slot: Array
+
+
+def in_use(
+    weight: nnx.Param, dtype: DTypeLike, layout: Layout, *, over: tuple[str, ...] = TOKENS
+) -> Array:
+    """The weight as products take it: in the dtype of compute, and gathered if `data` splits it.
+
+    Args:
+        over: mesh axes that split what it is multiplied with. Gradients are summed over them, in
+            `reduce_dtype`.
+    """
+    value, width = weight.get_value(), getattr(weight, "width", None)
+    value, slot = value if isinstance(value, Slotted) else (value, None)
+    reduce_dtype = layout.storage.reduce_dtype
+    reduce_dtype = jnp.dtype(dtype if reduce_dtype == "compute" else reduce_dtype)
+    sizes = jax.sharding.get_abstract_mesh().shape
+    is_summed = any(sizes[axis] > 1 for axis in over)
+    as_computed = reduce_dtype == jnp.dtype(dtype) or not is_summed
+    gathered_dim = _split_dim(value, width)
+    if slot is None and as_computed and gathered_dim is None:
+        return value.astype(dtype)  # JAX sums the gradient of its own accord
+
+    held = jax.typeof(value).sharding.spec
+    used = held if gathered_dim is None else with_entry(held, gathered_dim, None)
+    has_gradient = value if slot is None else slot
+    gradient_spec = jax.typeof(has_gradient).sharding.spec
+    scattered_dim = _split_dim(has_gradient, width)
+    but_data = tuple(axis for axis in over if axis != DATA)
+
+    def gathered(part: Array) -> Array:
+        part = part.astype(dtype)
+        if gathered_dim is None:
+            return lax.pcast(part, over, to="reduced")
+        part = lax.pcast(part, but_data, to="reduced")
+        return lax.all_gather(part, DATA, axis=gathered_dim, tiled=True, to="reduced")
+
+    def summed(part: Array) -> Array:
+        part = part.astype(reduce_dtype)
+        if scattered_dim is None:
+            return lax.psum(part, over).astype(has_gradient.dtype)
+        part = lax.psum_scatter(part, DATA, scatter_dimension=scattered_dim, tiled=True)
+        return lax.psum(part, but_data).astype(has_gradient.dtype)
+
+    @jax.custom_vjp
+    def use(value: Array, slot: Array | None) -> Array:
+        return jax.shard_map(gathered, in_specs=held, out_specs=reduced_over(used, over))(value)
+
+    def use_forward(value: Array, slot: Array | None) -> tuple[Array, None]:
+        return use(value, slot), None
+
+    def use_backward(_: None, gradient: Array) -> tuple[Array | None, Array | None]:
+        unreduced = unreduced_over(used, over)
+        result = jax.shard_map(summed, in_specs=unreduced, out_specs=gradient_spec)(gradient)
+        return (result, None) if slot is None else (None, result)
+
+    use.defvjp(use_forward, use_backward)
+    return use(value, slot)
+
+
+def _split_dim(array: Array, width: int | None) -> int | None:
+    """The dim that is over `data`, if any."""
+    if width is None or jax.typeof(array).sharding.spec.partitions[width] != DATA:
+        return None
+    return array.ndim + width
+
+
+def variables(model: Tree, layout: Layout) -> Tree:
+    """What the gradient of a loss is taken by, in the place of each weight: itself, or a slot.
+
+    Gradients are float32, and each lies as its variable does.
+    """
+
+    def variable(leaf: Any) -> Any:
+        value = leaf.get_value()
+        if not _needs_slot(leaf, layout):
+            return leaf
+        spec = jax.typeof(value).sharding.spec
+        if layout.storage.zero >= 2:
+            spec = with_entry(spec, leaf.width, DATA)
+        return leaf.replace(jnp.zeros(value.shape, jnp.float32, out_sharding=spec))
+
+    return _map_weights(variable, model)
+
+
+def with_variables(model: Tree, variables: Tree, layout: Layout) -> Tree:
+    """The model as a function of its variables."""
+
+    def joined(leaf: Any, variable: Any) -> Any:
+        if not _needs_slot(leaf, layout):
+            return variable
+        return leaf.replace(Slotted(leaf.get_value(), variable.get_value()))
+
+    return _map_weights(joined, model, variables)
+
+
+def _needs_slot(leaf: Any, layout: Layout) -> bool:
+    if getattr(leaf, "width", None) is None:
+        return False
+    return layout.storage.zero == 2 or leaf.get_value().dtype != jnp.float32
+
+
+def split(tree: Tree) -> Tree:
+    """With each weight of the tree over `data`: a part of what the device holds."""
+    return _with_widths(tree, DATA)
+
+
+def gathered(tree: Tree) -> Tree:
+    """With each weight of the tree whole on all devices of `data`."""
+    return _with_widths(tree, None)
+
+
+def _with_widths(tree: Tree, axis: str | None) -> Tree:
+    def moved(leaf: Any) -> Any:
+        width = getattr(leaf, "width", None)
+        if width is None:
+            return leaf
+        value = leaf.get_value()
+        spec = with_entry(jax.typeof(value).sharding.spec, width, axis)
+        return leaf.replace(jax.reshard(value, spec))
+
+    return _map_weights(moved, tree)
+
+
+def _map_weights(function: Callable[..., Any], *trees: Any) -> Any:
+    return jax.tree.map(function, *trees, is_leaf=lambda node: isinstance(node, nnx.Variable))

@@ -17,7 +17,7 @@ from switchjax.plan.cost import LINK_SHARE, group_sizes, send_seconds
 from switchjax.plan.drops import expected_drops, measured_loads
 from switchjax.plan.hardware import read_hardware
 from switchjax.plan.planning import _number
-from switchjax.plan.ranking import best_of_each, estimate, ranked
+from switchjax.plan.ranking import best_of_each, by_formula, estimate, ranked
 from switchjax.plan.sizes import Sizes
 
 H200 = read_hardware("h200")
@@ -51,7 +51,9 @@ def test_candidates_divide_and_differ():
         assert shape.exchange.experts == "separate" or shape.model > 1
     kinds = {(c.shape.exchange.experts, c.shape.exchange.dispatcher) for c in found}
     assert len(kinds) == 2 * 4
-    assert {c.config.model.remat for c in found} == {True, False}
+    assert {c.config.model.remat for c in found} == {"none", "moe", "dots", "full"}
+    assert {c.shape.storage.zero for c in found if c.shape.data > 1} == {0, 1, 2, 3}
+    assert {c.shape.storage.zero for c in found if c.shape.data == 1} == {0}
     assert {c.config.optim.accumulation for c in found} >= {1, 2, 4}
 
 
@@ -83,7 +85,7 @@ def test_nothing_divides():
     ],
 )
 def test_who_shares_a_node(mesh, axes, group, here):
-    assert group_sizes(axes, read_mesh(mesh), H200) == (group, here)
+    assert group_sizes(axes, read_mesh(mesh).sizes, 8) == (group, here)
 
 
 def test_seconds_by_hand():
@@ -134,8 +136,18 @@ def test_what_does_not_fit_comes_last():
 
 def test_one_row_a_mesh():
     first = best_of_each(rows())
-    assert len({row.candidate.shape for row in first}) == len(first)
+    shapes = [row.candidate.shape for row in first]
+    assert len({(shape.sizes, shape.exchange) for shape in shapes}) == len(first)
     assert first[0] == rows()[0]
+
+
+def test_what_is_passed_over_would_not_come_first():
+    """With memory for all, for some and for none: the same rows as when all are estimated."""
+    found = candidates(CONFIG, 16, H200)
+    sizes = sorted(row.device_bytes for row in rows())
+    for memory in (sizes[-1] * 2, sizes[len(sizes) // 3], sizes[len(sizes) // 20], sizes[0] / 2):
+        hardware = replace(H200, memory=int(memory))
+        assert by_formula(found, hardware) == best_of_each(rows(hardware=hardware))
 
 
 def test_a_faster_network_never_slows_a_step():
@@ -163,7 +175,7 @@ def test_the_table_and_the_json_have_all_of_it():
     assert sum(values["bytes_by_class"].values()) == pytest.approx(values["device_bytes"])
     assert values["seconds"]["step"] == shown[0].cost.step
     assert {send["purpose"] for send in values["sends"]} <= {
-        "activations", "tokens", "gradients", "gradients of experts"
+        "activations", "tokens", "gradients", "gradients of experts", "weights"
     }  # fmt: skip
 
 
@@ -200,6 +212,7 @@ def test_a_written_mesh_is_the_one_of_the_row(tmp_path):
         for read in (read_mesh(str(path)), read_mesh(report.mesh_words(row.candidate.shape))):
             assert read.sizes == row.candidate.shape.sizes
             assert read.exchange == row.candidate.shape.exchange
+            assert read.storage == row.candidate.shape.storage
 
 
 def test_a_picture(tmp_path):

@@ -112,12 +112,11 @@ def _gradients(sizes: Sizes) -> Iterator[Send]:
 
     The sum over `data` comes first then, and that over `expert` is of parts.
     """
-    shape, micros = sizes.shape, sizes.config.optim.accumulation
+    shape, micros, num_stacks = sizes.shape, sizes.config.optim.accumulation, len(sizes.stacks)
     over = tuple(axis for axis in TOKENS if getattr(shape, axis) > 1)
-    layers = sizes.switch_layers * len(sizes.stacks)
-    experts = layers * sizes.expert_weights * sizes.reduce_itemsize
-    others, biases = _other_gradients(sizes), _bias_gradients(sizes)
-    periods = sizes.periods * len(sizes.stacks)
+    num_layers, num_periods = sizes.switch_layers * num_stacks, sizes.periods * num_stacks
+    experts = num_layers * sizes.expert_weights * sizes.reduce_itemsize
+    layers, tables, biases = _layer_gradients(sizes), _table_gradients(sizes), _biases(sizes)
 
     def sent(purpose: str, kind: str, axes: tuple[str, ...], size: float, runs: int) -> Send:
         return Send(
@@ -125,30 +124,28 @@ def _gradients(sizes: Sizes) -> Iterator[Send]:
         )
 
     if shape.storage.zero < 2:
-        summed = all_reduce_bytes(others + biases, shape.data * shape.expert)
-        yield sent("gradients", "all-reduce", over, summed, 1 + 2 * len(sizes.stacks) + periods)
+        summed = all_reduce_bytes(layers + tables + biases, shape.data * shape.expert)
+        yield sent("gradients", "all-reduce", over, summed, 1 + 2 * num_stacks + num_periods)
         summed = all_reduce_bytes(experts, shape.data)
-        yield sent("gradients of experts", "all-reduce", (DATA,), summed, layers)
+        yield sent("gradients of experts", "all-reduce", (DATA,), summed, num_layers)
         return
-    tables = 1 + len(sizes.stacks)
-    scattered = scattered_bytes(others, shape.data)
-    yield sent("gradients", "reduce-scatter", (DATA,), scattered, periods + tables)
+    scattered = scattered_bytes(layers + tables, shape.data)
+    yield sent("gradients", "reduce-scatter", (DATA,), scattered, num_periods + 1 + num_stacks)
     scattered = scattered_bytes(experts, shape.data)
-    yield sent("gradients of experts", "reduce-scatter", (DATA,), scattered, layers)
-    summed = all_reduce_bytes(others / shape.data, shape.expert)
-    yield sent("gradients", "all-reduce", (EXPERT,), summed, periods + tables)
+    yield sent("gradients of experts", "reduce-scatter", (DATA,), scattered, num_layers)
+    # XLA adds all parts of the tables before it sums them, in float32, once a step.
+    tables = 4 * sizes.table_weights * (1 if sizes.model.tied_embeddings else 2) / micros
+    summed = all_reduce_bytes((layers + tables) / shape.data, shape.expert)
+    yield sent("gradients", "all-reduce", (EXPERT,), summed, num_periods + 1)
     summed = all_reduce_bytes(biases, shape.data * shape.expert)
-    yield sent("gradients", "all-reduce", over, summed, len(sizes.stacks))
+    yield sent("gradients", "all-reduce", over, summed, num_stacks)
 
 
-def _other_gradients(sizes: Sizes) -> float:
-    """Bytes of what is summed over all that hold tokens, but for positions: no expert's."""
-    storage, r = sizes.shape.storage, sizes.reduce_itemsize
-    as_computed = storage.reduce_dtype == "compute"
-    of_router = 4 if as_computed else r
-    # Where nobody says otherwise, JAX sums what the logits' float32 product gives.
-    of_logits = 4 if as_computed and storage.zero < 2 else r
-    size = sizes.table_weights * (of_logits + len(sizes.stacks) * r)
+def _layer_gradients(sizes: Sizes) -> float:
+    """Bytes of what is summed over all that hold tokens, of layers: no expert's."""
+    r = sizes.reduce_itemsize
+    of_router = 4 if sizes.shape.storage.reduce_dtype == "compute" else r
+    size = 0.0
     for stack in sizes.stacks:
         size += sizes.model.num_layers * sizes.attention_weights(stack) * r
         size += sizes.dense_layers * sizes.dense_weights * r
@@ -156,7 +153,15 @@ def _other_gradients(sizes: Sizes) -> float:
     return size
 
 
-def _bias_gradients(sizes: Sizes) -> float:
+def _table_gradients(sizes: Sizes) -> float:
+    """Bytes of embeddings, summed for the logits and for what goes into each stack."""
+    storage, r = sizes.shape.storage, sizes.reduce_itemsize
+    # Where nobody says otherwise, JAX sums what the logits' float32 product gives.
+    as_computed = storage.reduce_dtype == "compute" and storage.zero < 2
+    return sizes.table_weights * ((4 if as_computed else r) + len(sizes.stacks) * r)
+
+
+def _biases(sizes: Sizes) -> float:
     """Bytes of T5's relative positions, which are summed as biases [heads, length, length]."""
     model = sizes.model
     if model.architecture != "encoder_decoder":

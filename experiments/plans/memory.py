@@ -1,4 +1,4 @@
-"""The ladder of memory: bytes of a device at each rung, 10 to 1,571 B parameters on 64 to 1,024 H200.
+"""The ladder of memory, 10 to 1,571 B parameters on 64 to 1,024 H200: bytes of a device by rung.
 
 Command: python experiments/plans/memory.py
 """
@@ -56,11 +56,7 @@ def ladder(config: RunConfig, devices: int) -> list[tuple[str, Row]]:
         (
             name,
             by_formula(
-                (
-                    c
-                    for c in found
-                    if (c.config.model.remat, c.shape.storage.zero) == (remat, zero)
-                ),
+                (c for c in found if (c.config.model.remat, c.shape.storage.zero) == (remat, zero)),
                 H200,
             )[0],
         )
@@ -89,7 +85,7 @@ if __name__ == "__main__":
         for devices in DEVICES
         for rung, row in ladder(run(name, devices), devices)
     }
-    #rows = confirmed(rows)
+    # rows = confirmed(rows)
     classes = list(vars(next(iter(rows.values())).memory))
     console = Console(width=100)
     for name in MODELS:

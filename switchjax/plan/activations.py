@@ -55,7 +55,7 @@ def whole_period(sizes: Sizes, stack: Stack) -> float:
     if stack.context:
         a_layer += scores * (stack.context // rows) * (4 + c)
         a_layer += (3 * t + 4 * stack.context) * sizes.heads * c
-    dense = t * sizes.hidden * (c * (sizes.matrices - 1) + 1 + dropped)
+    dense = t * sizes.hidden * (_hidden_bytes(sizes) + dropped)
     total = every * a_layer + (every - (model.moe_every > 0)) * dense
     if model.moe_every:
         total += _hidden_of_experts(sizes, stack)
@@ -70,9 +70,13 @@ def _hidden_of_experts(sizes: Sizes, stack: Stack) -> float:
     """Of one Switch layer: products, and where they are positive or dropped."""
     if not sizes.model.moe_every:
         return 0.0
-    dropped = 1 if sizes.model.dropout else 0
-    a_number = sizes.itemsize * (sizes.matrices - 1 + dropped) + 1
-    return sizes.expert_rows(stack) * sizes.expert_hidden * a_number
+    dropped = sizes.itemsize if sizes.model.dropout else 0  # a factor, not a mask
+    return sizes.expert_rows(stack) * sizes.expert_hidden * (_hidden_bytes(sizes) + dropped)
+
+
+def _hidden_bytes(sizes: Sizes) -> int:
+    """Of a hidden number: where it is positive, or the steps of gelu, which JAX keeps each."""
+    return sizes.itemsize + 1 if sizes.matrices == 2 else 8 * sizes.itemsize
 
 
 def _cast_weights(sizes: Sizes, stack: Stack) -> float:

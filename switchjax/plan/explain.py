@@ -61,7 +61,7 @@ def advice(name: str, candidate: Candidate) -> str:
 def rungs(candidate: Candidate) -> Iterator[tuple[str, Candidate]]:
     """What could be set otherwise on this mesh, for memory: each name with the layout it gives."""
     config, shape = candidate.config, candidate.shape
-    for storage in storages(shape.data):
+    for storage in storages(shape.data) if shape.data > 1 else ():
         changed = replace(shape, storage=replace(shape.storage, zero=storage.zero))
         yield f"zero = {storage.zero}", replace(candidate, shape=changed)
     for remat in remats(config):

@@ -29,7 +29,7 @@ class Memory:
     gradients: float
     gathered: float
     """Whole weights of what `zero` splits: of the period that is computed and their gradient, or
-    new parameters on their way, where they find no room that activations have left."""
+    new parameters on their way, where they find no room that others have left."""
     activations: float
     """Kept from the forward pass for the backward pass."""
     buffers: float
@@ -42,9 +42,11 @@ class Memory:
 
 def memory(sizes: Sizes) -> Memory:
     """Bytes of one device."""
-    parameters, optimizer = state_bytes(sizes.config, sizes.shape)
-    split = sizes.shape.storage.zero >= 2
-    gradients = 4 * parameter_numbers(sizes.config, sizes.shape, split=split)
+    config, shape = sizes.config, sizes.shape
+    parameters, optimizer = state_bytes(config, shape)
+    whole, part = (4 * parameter_numbers(config, shape, split=split) for split in (False, True))
+    micros = 2 if config.optim.accumulation > 1 else 1  # one micro-batch's beside the sum
+    gradients = micros * (part if shape.storage.zero >= 2 else whole)
     activations = sum(kept(sizes, stack) for stack in sizes.stacks)
     buffers = sum(
         (
@@ -54,13 +56,11 @@ def memory(sizes: Sizes) -> Memory:
             max(map(partial(_slower_way, sizes), sizes.stacks)),
         )
     )
-    # One micro-batch's beside the sum.
-    gradients *= 2 if sizes.config.optim.accumulation > 1 else 1
     return Memory(
         parameters=parameters,
         optimizer=optimizer,
         gradients=gradients,
-        gathered=_gathered(sizes, room=activations + buffers),
+        gathered=_gathered(sizes, room=activations + buffers + gradients - part),
         activations=activations,
         buffers=buffers,
     )
@@ -153,7 +153,7 @@ def _gathered(sizes: Sizes, *, room: float) -> float:
     the step all new parameters, which are moved to their place once they are there.
 
     Args:
-        room: bytes that are free by then.
+        room: bytes that are free by then, when of gradients parts are left.
     """
     zero = sizes.shape.storage.zero
     if zero == 0:

@@ -116,7 +116,8 @@ def _gradients(sizes: Sizes) -> Iterator[Send]:
     over = tuple(axis for axis in TOKENS if getattr(shape, axis) > 1)
     num_layers, num_periods = sizes.switch_layers * num_stacks, sizes.periods * num_stacks
     experts = num_layers * sizes.expert_weights * sizes.reduce_itemsize
-    layers, tables, biases = _layer_gradients(sizes), _table_gradients(sizes), _biases(sizes)
+    layers, tables = _layer_gradients(sizes), _table_gradients(sizes)
+    whole = _whole_gradients(sizes)
 
     def sent(purpose: str, kind: str, axes: tuple[str, ...], size: float, runs: int) -> Send:
         return Send(
@@ -124,7 +125,7 @@ def _gradients(sizes: Sizes) -> Iterator[Send]:
         )
 
     if shape.storage.zero < 2:
-        summed = all_reduce_bytes(layers + tables + biases, shape.data * shape.expert)
+        summed = all_reduce_bytes(layers + tables + whole, shape.data * shape.expert)
         yield sent("gradients", "all-reduce", over, summed, 1 + 2 * num_stacks + num_periods)
         summed = all_reduce_bytes(experts, shape.data)
         yield sent("gradients of experts", "all-reduce", (DATA,), summed, num_layers)
@@ -137,7 +138,7 @@ def _gradients(sizes: Sizes) -> Iterator[Send]:
     tables = 4 * sizes.table_weights * (1 if sizes.model.tied_embeddings else 2) / micros
     summed = all_reduce_bytes((layers + tables) / shape.data, shape.expert)
     yield sent("gradients", "all-reduce", (EXPERT,), summed, num_periods + 1)
-    summed = all_reduce_bytes(biases, shape.data * shape.expert)
+    summed = all_reduce_bytes(whole, shape.data * shape.expert)
     yield sent("gradients", "all-reduce", over, summed, num_stacks)
 
 
@@ -161,14 +162,20 @@ def _table_gradients(sizes: Sizes) -> float:
     return sizes.table_weights * ((4 if as_computed else r) + len(sizes.stacks) * r)
 
 
-def _biases(sizes: Sizes) -> float:
-    """Bytes of T5's relative positions, which are summed as biases [heads, length, length]."""
-    model = sizes.model
-    if model.architecture != "encoder_decoder":
-        return 0.0
-    times = 1 if sums_once(sizes) else model.num_layers
-    heads = model.num_heads // sizes.shape.model
-    return sum(times * heads * stack.length**2 * 4 for stack in sizes.stacks)
+def _whole_gradients(sizes: Sizes) -> float:
+    """Bytes of what `zero` does not split, in float32: norms, and T5's relative positions.
+
+    Those are summed as biases [heads, length, length].
+    """
+    model, heads = sizes.model, sizes.model.num_heads // sizes.shape.model
+    size = 0.0
+    for stack in sizes.stacks:
+        norms = model.num_layers * (3 if stack.context else 2) + 1
+        size += 4 * norms * model.d_model
+        if model.architecture == "encoder_decoder":
+            times = 1 if sums_once(sizes) else model.num_layers
+            size += 4 * times * heads * stack.length**2
+    return size
 
 
 def _weights(sizes: Sizes) -> Iterator[Send]:

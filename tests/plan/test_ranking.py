@@ -12,8 +12,8 @@ from rich.console import Console
 from switchjax.config import DataConfig, RunConfig
 from switchjax.errors import UserError
 from switchjax.mesh import read_mesh
-from switchjax.plan import report
-from switchjax.plan.candidates import candidates
+from switchjax.plan import explain, report
+from switchjax.plan.candidates import Candidate, candidates
 from switchjax.plan.cost import LINK_SHARE, group_sizes, send_seconds
 from switchjax.plan.drops import expected_drops, measured_loads
 from switchjax.plan.hardware import read_hardware
@@ -160,6 +160,56 @@ def test_a_faster_network_never_slows_a_step():
     slow = {row.candidate.name: row.cost.step for row in rows()}
     for row in rows_on(fast):
         assert row.cost.step <= slow[row.candidate.name]
+
+
+# --- The ladder of memory ------------------------------------------------------------------
+
+
+def ladder(mesh, **changes):
+    """Memory by the name of each rung."""
+    config = replace(CONFIG, **changes)
+    candidate = Candidate(config=config, shape=read_mesh(mesh))
+    return {name: estimate(rung, H200).memory for name, rung in explain.rungs(candidate)}
+
+
+def test_zero_divides_a_class_by_the_data_degree():
+    """But for norms and positions, which stay whole."""
+    found = ladder("data=8,expert=2")
+    assert [name for name in found if "zero" in name] == [f"zero = {n}" for n in range(4)]
+    whole = found["zero = 0"]
+    for zero in range(4):
+        used = found[f"zero = {zero}"]
+        for name, first in (("optimizer", 1), ("gradients", 2), ("parameters", 3)):
+            share = getattr(used, name) / getattr(whole, name)
+            assert share == pytest.approx(1 / 8 if zero >= first else 1, rel=0.02), (name, zero)
+        assert (used.gathered > 0) == (zero == 3)
+    assert not any("zero" in name for name in ladder("expert=8,model=2"))
+
+
+def test_remat_keeps_ever_less():
+    found = ladder("data=8,expert=2")
+    kept = [found[f"remat {remat}"].activations for remat in ("none", "moe", "dots", "full")]
+    assert kept == sorted(kept, reverse=True) and kept[3] < 0.25 * kept[0]
+    dense = ladder("data=16,dispatcher=local", model=replace(MODEL, moe_every=0))
+    assert "remat moe" not in dense and "remat dots" in dense
+
+
+@pytest.mark.parametrize(
+    ("name", "mesh", "said"),
+    [
+        ("parameters", "data=8,expert=2,zero=2", "zero = 3 in the mesh file"),
+        ("parameters", "data=8,expert=2,zero=3", "more devices"),
+        ("parameters", "expert=8,model=2", "more devices"),
+        ("optimizer", "data=8,expert=2", "zero = 1 in the mesh file"),
+        ("optimizer", "data=8,expert=2,zero=1", "optim.optimizer adafactor"),
+        ("gradients", "data=8,expert=2,zero=1", "zero = 2 in the mesh file"),
+        ("activations", "data=8,expert=2", "--model.remat full"),
+        ("buffers", "data=8,expert=2", "more accumulation"),
+    ],
+)
+def test_advice_is_what_is_left_to_do(name, mesh, said):
+    candidate = Candidate(config=CONFIG, shape=read_mesh(mesh))
+    assert explain.advice(name, candidate).startswith(said)
 
 
 # --- What is said ---------------------------------------------------------------------------

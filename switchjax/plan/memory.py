@@ -149,8 +149,9 @@ def gathered_bytes(config: RunConfig, shape: MeshShape) -> float:
 
 
 def _gathered(sizes: Sizes, *, room: float) -> float:
-    """Of the period that is computed, weights in the dtype of compute and their gradient, each twice:
-    what a collective leaves is moved to its place. Or after the step all new parameters, as much.
+    """Of the period that is computed, weights in the dtype of compute and their gradient, both
+    twice, since what a collective leaves is moved to its place; or after the step all new
+    parameters, beside the old ones whose place they take.
 
     Args:
         room: bytes that are free by then, when of gradients parts are left.

@@ -40,43 +40,33 @@ def candidate(name: str, changes: dict, mesh: str, zero: int, remat: str) -> Can
     return Candidate(config=config, shape=read_mesh(f"{mesh},zero={zero}"))
 
 
+def cells(layout: Candidate, program: Program) -> list[str]:
+    """Classes by formula, then the compiler's; last the formulas' bytes, FLOPs and sent over it."""
+    row = estimate(layout, H200)
+    used = row.memory
+    sent = sum(c.wire_bytes * (c.runs or 1) for c, _ in program.collectives)
+    sizes = (used.parameters, used.optimizer, used.gradients)
+    sizes += (program.argument_bytes, program.temp_bytes, program.device_bytes, sent)
+    ratios = (
+        used.total / program.device_bytes,
+        step_flops(Sizes(layout.config, layout.shape), H200) / program.flops,
+        sum(send.wire_bytes for send in row.sends) / sent,
+    )
+    words = [f"{size / 1e9:.2f}" for size in sizes] + [f"{program.flops / 1e12:.1f}"]
+    return words + [" ".join(f"{ratio:.2f}" for ratio in ratios)]
+
+
 if __name__ == "__main__":
     asked = [candidate(*model, *rung) for model in MODELS for rung in RUNGS]
     with Progress(transient=True) as progress:
         task = progress.add_task("compiling", total=len(asked))
         answers = compile_all(asked, H200, on_done=lambda: progress.advance(task))
-    columns = (
-        "model",
-        "zero",
-        "remat",
-        "state GB",
-        "temporary",
-        "all",
-        "formula",
-        "TFLOP",
-        "sent GB",
-    )
-    table = Table(
-        *columns, title="64 H200; formula: over compiler, of bytes, FLOPs, sent", box=None
-    )
-    for layout, answer in zip(asked, answers, strict=True):
+    table = Table("model", "zero", "remat", title="64 H200, GB of a device", box=None)
+    for column in ("param", "optim", "grad", "state", "temp", "all", "sent", "TFLOP", "formula"):
+        table.add_column(column, justify="right")
+    names = [name for name, _, _ in MODELS for _ in RUNGS]
+    for name, layout, answer in zip(names, asked, answers, strict=True):
         assert isinstance(answer, Program), answer
-        row = estimate(layout, H200)
-        sent = sum(c.wire_bytes * (c.runs or 1) for c, _ in answer.collectives)
-        ratios = (
-            row.device_bytes / answer.device_bytes,
-            step_flops(Sizes(layout.config, layout.shape), H200) / answer.flops,
-            sum(send.wire_bytes for send in row.sends) / sent,
-        )
-        table.add_row(
-            layout.shape.name.split(",zero")[0],
-            f"{layout.shape.storage.zero}",
-            layout.config.model.remat,
-            f"{answer.argument_bytes / 1e9:.2f}",
-            f"{answer.temp_bytes / 1e9:.2f}",
-            f"{answer.device_bytes / 1e9:.2f}",
-            " ".join(f"{ratio:.2f}" for ratio in ratios),
-            f"{answer.flops / 1e12:.1f}",
-            f"{sent / 1e9:.1f}",
-        )
+        zero, remat = layout.shape.storage.zero, layout.config.model.remat
+        table.add_row(name, f"{zero}", remat, *cells(layout, answer))
     Console(width=98).print(table)

@@ -21,8 +21,9 @@ from rich.console import Console
 from switchjax import cluster, ending, processes, setup
 from switchjax.batch import Batch
 from switchjax.checkpoint import Checkpoints
-from switchjax.config import DistributedConfig, RunConfig, to_dict, write_config
+from switchjax.config import RunConfig, to_dict, write_config
 from switchjax.data.pipeline import Data
+from switchjax.distributed_config import DistributedConfig
 from switchjax.errors import NonFiniteError, UserError
 from switchjax.evaluate import EvalStep, evaluate
 from switchjax.layout import Layout

@@ -17,6 +17,8 @@ Dispatcher = Literal["all_to_all", "all_gather", "ragged", "local"]
 Wire = Literal["compute", "bfloat16", "float8"]
 ReduceDtype = Literal["compute", "float32", "bfloat16"]
 RouterKind = Literal["top_k", "expert_choice"]
+ComputeDtype = Literal["float32", "bfloat16", "float16"]
+ParamDtype = Literal["float32", "bfloat16"]
 
 
 def require(condition: bool, message: str) -> None:
@@ -97,8 +99,13 @@ class ModelConfig:
     """The same inside experts; None = as `dropout`."""
     init_scale: float = 0.1
     """Weights start with variance init_scale / fan_in (Switch Transformer, section 2.4)."""
-    dtype: Literal["float32", "bfloat16"] = "float32"
-    """Compute dtype; parameters, router, norms, softmax and losses stay float32."""
+    dtype: ComputeDtype = "float32"
+    """Compute dtype; router, norms, softmax and losses stay float32. float16 needs
+    `optim.loss_scale`."""
+    param_dtype: ParamDtype = "float32"
+    """Dtype of the weights of attention, feed-forward layers, experts and embeddings; router, norms
+    and relative positions stay float32. With bfloat16 the optimizer works on float32 copies, which
+    its state holds."""
     remat: bool = False
     """Recompute each period in the backward pass instead of keeping its activations."""
     scan: bool = True
@@ -202,6 +209,10 @@ class OptimConfig:
     """Largest global norm of the gradient; None = no clipping."""
     accumulation: int = 1
     """Micro-batches of one optimizer step."""
+    loss_scale: Literal["dynamic"] | None = None
+    """What the loss is multiplied by, so that small gradients survive float16: `dynamic`, as much
+    as they bear without overflow. A step that overflows is skipped: its batch is gone, and all
+    else stays as it was."""
     balance_coefficient: float = 1e-2
     """Weight of the load-balancing loss (Switch Transformer, eq. 4)."""
     z_coefficient: float = 1e-3
@@ -267,6 +278,16 @@ class RunConfig:
             self.data.batch_size % self.optim.accumulation == 0,
             f"data.batch_size {self.data.batch_size} must be a multiple of "
             f"optim.accumulation {self.optim.accumulation}",
+        )
+        require(
+            self.model.dtype != "float16" or self.optim.loss_scale is not None,
+            "model.dtype float16 loses small gradients without a loss scale: add "
+            "optim.loss_scale dynamic, or compute in bfloat16, which needs none",
+        )
+        require(
+            self.model.dtype == "float16" or self.optim.loss_scale is None,
+            f"optim.loss_scale {self.optim.loss_scale} is for model.dtype float16: gradients in "
+            f"{self.model.dtype} do not get too small, so leave it out",
         )
 
 

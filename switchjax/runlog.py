@@ -5,8 +5,10 @@ Knows nothing of JAX or of how the numbers came about: it is given plain floats 
 """
 
 import json
+import math
 import os
 import time
+from collections.abc import Mapping
 from pathlib import Path
 from types import TracebackType
 from typing import Self
@@ -27,6 +29,8 @@ STEP_METRICS = (
     "z",
     "grad_norm",
     "learning_rate",
+    "loss_scale",
+    "skipped_steps",
     "drop_fraction",
     "load_max",
     "load_min",
@@ -146,6 +150,8 @@ class RunLog:
             f"loss {record['loss']:.3f}  drop {record['drop_fraction']:.1%}  "
             f"{record['tokens_per_second']:,.0f} tokens/s  eta {self._eta(step, now)}"
         ).replace("%", " %")
+        if record["loss_scale"] != 1 or record["skipped_steps"]:
+            shown += f"  scale {record['loss_scale']:g}  skipped {record['skipped_steps']:.0f}"
         if self._progress is not None:
             self._progress.update(self._task, completed=step, shown=shown)
             return
@@ -216,6 +222,8 @@ def _step_of(line: str) -> float:
         return float("inf")  # torn when the earlier run was killed, so it is the last
 
 
-def _write_line(file, record: dict[str, float]) -> None:
+def _write_line(file, record: Mapping[str, float | None]) -> None:
+    # JSON has no infinity and no NaN.
+    record = {name: x if math.isfinite(x) else None for name, x in record.items()}
     file.write(json.dumps(record) + "\n")
     file.flush()

@@ -77,12 +77,16 @@ def in_use(
 
     @jax.custom_vjp
     def use(value: Array, slot: Array | None) -> Array:
+        if not is_summed:
+            return value.astype(dtype)
         return jax.shard_map(gathered, in_specs=held, out_specs=reduced_over(used, over))(value)
 
     def use_forward(value: Array, slot: Array | None) -> tuple[Array, None]:
         return use(value, slot), None
 
     def use_backward(_: None, gradient: Array) -> tuple[Array | None, Array | None]:
+        if not is_summed:
+            return None, gradient.astype(has_gradient.dtype)
         unreduced = unreduced_over(used, over)
         result = jax.shard_map(summed, in_specs=unreduced, out_specs=gradient_spec)(gradient)
         return (result, None) if slot is None else (None, result)

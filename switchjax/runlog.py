@@ -8,7 +8,6 @@ import json
 import math
 import os
 import time
-from collections.abc import Mapping
 from pathlib import Path
 from types import TracebackType
 from typing import Self
@@ -222,8 +221,8 @@ def _step_of(line: str) -> float:
         return float("inf")  # torn when the earlier run was killed, so it is the last
 
 
-def _write_line(file, record: Mapping[str, float | None]) -> None:
+def _write_line(file, record: dict[str, float]) -> None:
     # JSON has no infinity and no NaN.
-    record = {name: x if math.isfinite(x) else None for name, x in record.items()}
-    file.write(json.dumps(record) + "\n")
+    finite = {name: x if math.isfinite(x) else None for name, x in record.items()}
+    file.write(json.dumps(finite) + "\n")
     file.flush()

@@ -162,13 +162,11 @@ def in_dtypes_of(target: Any, weights: Weights) -> tuple[Weights, str]:
         values = weights.read(name, index)
         return values if name == ROUTER_BIAS else values.astype(dtype(name), copy=False)
 
-    shapes = {
-        name: jax.ShapeDtypeStruct(s.shape, dtype(name)) for name, s in weights.shapes.items()
-    }
-    changed = [(weights.shapes[n].dtype, s.dtype) for n, s in shapes.items()]
+    shapes = {n: jax.ShapeDtypeStruct(s.shape, dtype(n)) for n, s in weights.shapes.items()}
+    changed = Counter((weights.shapes[n].dtype.name, s.dtype.name) for n, s in shapes.items())
     words = [
-        f"{count} arrays {'rounded' if new.itemsize < old.itemsize else 'widened'} from {old} to {new}"
-        for (old, new), count in Counter(changed).items()
+        f"{count} arrays {'widened' if new == 'float32' else 'rounded'} from {old} to {new}"
+        for (old, new), count in changed.items()
         if old != new
     ]
     return replace(weights, shapes=shapes, read=read), ", ".join(words)

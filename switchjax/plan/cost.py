@@ -13,7 +13,7 @@ from itertools import product
 from switchjax.axes import DATA, EXPERT, MODEL
 from switchjax.mesh import MeshShape
 from switchjax.plan.hardware import Hardware
-from switchjax.plan.memory import Memory, kept_without_remat, state_numbers
+from switchjax.plan.memory import Memory, held_parameters, kept_without_remat
 from switchjax.plan.sizes import Sizes
 from switchjax.plan.wire import Send
 
@@ -91,7 +91,7 @@ def model_flops(sizes: Sizes) -> float:
 
 def _traffic(sizes: Sizes, memory: Memory) -> float:
     """Bytes through one device's memory in a step."""
-    micros, numbers = sizes.config.optim.accumulation, state_numbers(sizes.config, sizes.shape)
+    micros, numbers = sizes.config.optim.accumulation, held_parameters(sizes.config, sizes.shape)
     # A micro-batch reads the parameters, writes them in the dtype of compute, reads that in each
     # pass and writes the gradient.
     passes = 4 if sizes.model.remat else 3

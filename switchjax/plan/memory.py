@@ -39,7 +39,7 @@ class Memory:
 def memory(sizes: Sizes) -> Memory:
     """Bytes of one device."""
     parameters, optimizer = state_bytes(sizes.config, sizes.shape)
-    numbers, micros = state_numbers(sizes.config, sizes.shape), sizes.config.optim.accumulation
+    numbers, micros = held_parameters(sizes.config, sizes.shape), sizes.config.optim.accumulation
     kept = {stack.name: _kept(sizes, stack) for stack in sizes.stacks}
     working = max(_period(sizes, stack) for stack in sizes.stacks)
     return Memory(
@@ -68,7 +68,7 @@ def state_bytes(config: RunConfig, shape: MeshShape) -> tuple[float, float]:
     return sums["model"], sums["opt_state"]
 
 
-def state_numbers(config: RunConfig, shape: MeshShape) -> float:
+def held_parameters(config: RunConfig, shape: MeshShape) -> float:
     """Parameters that one device holds, whatever their dtype."""
     model = replace(config.model, param_dtype="float32")
     return state_bytes(replace(config, model=model), shape)[0] / 4

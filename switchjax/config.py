@@ -8,7 +8,7 @@ import json
 import math
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 from switchjax.errors import UserError
 
@@ -19,6 +19,7 @@ ReduceDtype = Literal["compute", "float32", "bfloat16"]
 RouterKind = Literal["top_k", "expert_choice"]
 ComputeDtype = Literal["float32", "bfloat16", "float16"]
 ParamDtype = Literal["float32", "bfloat16"]
+Remat = Literal["none", "moe", "dots", "full"]
 
 
 def require(condition: bool, message: str) -> None:
@@ -106,8 +107,10 @@ class ModelConfig:
     """Dtype of the weights of attention, feed-forward layers, experts and embeddings; router, norms
     and relative positions stay float32. With bfloat16 the optimizer works on float32 copies, which
     its state holds."""
-    remat: bool = False
-    """Recompute each period in the backward pass instead of keeping its activations."""
+    remat: Remat = "none"
+    """What the backward pass computes again instead of keeping it: `moe`, hidden activations of
+    experts; `dots`, of each period all but products with weights and what other devices sent;
+    `full`, all of each period. Never the choice of experts."""
     scan: bool = True
     """Compile one period and loop over it; off, every layer is compiled apart."""
 
@@ -133,6 +136,10 @@ class ModelConfig:
             not self.padding_is_routed or self.encoder_router == "top_k",
             "model.padding_is_routed is for tokens that choose their experts: leave it out with "
             f"model.encoder_router {self.encoder_router}",
+        )
+        require(
+            self.remat in get_args(Remat),
+            f"model.remat must be one of {', '.join(get_args(Remat))}, got {self.remat!r}",
         )
         require(self.moe_every >= 0, f"model.moe_every must be 0 or more, got {self.moe_every}")
         require(

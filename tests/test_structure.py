@@ -24,7 +24,7 @@ ROWS = (
         "generate_config",
         "presets",
     ),
-    ("cluster", "ending", "layout", "mesh", "processes", "scaling", "zero"),
+    ("cluster", "ending", "layout", "mesh", "processes", "remat", "scaling", "zero"),
     ("moe.grouped", "moe.pieces", "moe.products", "moe.routing", "moe.varying", "nn"),
     ("moe.dispatch",),
     ("moe.experts",),

@@ -93,7 +93,7 @@ def test_values_are_a_truncated_normal():
     """Cut at two deviations of the normal that was cut, and scaled up to the variance asked for."""
     with use("single"):
         values = np.asarray(
-            weight(jax.random.key(1), (512, 1024), variance=0.04, held=LAYOUT.router_de.spec)
+            weight(jax.random.key(1), (512, 1024), variance=0.04, held=LAYOUT.router_de)
         ).ravel()
     assert values.dtype == np.float32
     sigma = 0.2 / 0.87962566  # of the normal before the cut

@@ -102,7 +102,7 @@ class RunLog:
         step = int(record["step"])
         _write_line(self._metrics, record)
         for name, value in record.items():
-            if name != "step":
+            if name != "step" and math.isfinite(value):
                 self._events.add_scalar(f"train/{name}", value, step)
         if self._load is not None:
             assert load is not None
@@ -150,7 +150,7 @@ class RunLog:
             f"{record['tokens_per_second']:,.0f} tokens/s  eta {self._eta(step, now)}"
         ).replace("%", " %")
         if record["loss_scale"] != 1 or record["skipped_steps"]:
-            shown += f"  scale {record['loss_scale']:g}  skipped {record['skipped_steps']:.0f}"
+            shown += f"  scale {record['loss_scale']:.10g}  skipped {record['skipped_steps']:.0f}"
         if self._progress is not None:
             self._progress.update(self._task, completed=step, shown=shown)
             return

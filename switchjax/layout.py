@@ -169,7 +169,8 @@ def and_lone_axes(spec: P) -> P:
     """
     lone = [axis for axis, size in jax.sharding.get_abstract_mesh().shape.items() if size == 1]
     first, *others = spec.partitions
-    first = first if isinstance(first, tuple) else (first,)
+    if not isinstance(first, tuple):
+        first = () if first is None else (first,)
     lone = [axis for axis in lone if axis not in (*first, *others)]
     return P((*first, *lone), *others, reduced=spec.reduced)
 

@@ -75,7 +75,8 @@ class Storage:
     """What the axis `data` splits: 1, the optimizer's state; 2, gradients too; 3, parameters too,
     which are gathered where they are used. None of it changes the numbers."""
     reduce_dtype: ReduceDtype = "compute"
-    """Dtype in which weights' gradients are summed over devices: as computed, or this one."""
+    """Dtype in which weights' gradients are summed over devices: as computed, or this one. Those of
+    routers, norms and relative positions are float32 all the same."""
 
     def __post_init__(self) -> None:
         if self.zero not in range(4) or isinstance(self.zero, bool | float):

@@ -4,10 +4,18 @@ Layers are stacked into one array a parameter, and two things in Adafactor follo
 update clipping and its scaling by the parameter's size see a whole stack, not one layer. And it
 factors the second moment over the two largest dims of at least 128, whatever they mean: D and F of
 an expert weight, unless there are more experts than either is wide; then choose adamw.
+
+Parameters in bfloat16 have 8 bits, and what a step adds is mostly less than the last of them. So
+the state holds float32 copies of them, their *masters*: the rule works on masters, and parameters
+are masters rounded.
 """
 
+from typing import Any, NamedTuple
+
+import jax
 import jax.numpy as jnp
 import optax
+from flax import nnx
 from jax import Array
 
 from switchjax.config import OptimConfig
@@ -41,3 +49,64 @@ def make_optimizer(config: OptimConfig) -> optax.GradientTransformation:
     if config.clip_norm is None:
         return rule
     return optax.chain(optax.clip_by_global_norm(config.clip_norm), rule)
+
+
+class WithMasters(NamedTuple):
+    """The state of the rule beside the masters of those parameters that are not float32.
+
+    Source: Mixed Precision Training, arXiv:1710.03740, section 3.1.
+    """
+
+    masters: Any  # a tree as the parameters', None in the place of those that are float32
+    rule: optax.OptState
+
+
+def init(config: OptimConfig, parameters: Any) -> optax.OptState:
+    """The optimizer's state for a tree of parameters, laid out as they are."""
+
+    def master(leaf: Any) -> Any:
+        value = _value(leaf)
+        return None if value.dtype == jnp.float32 else _with(leaf, value.astype(jnp.float32))
+
+    rule, masters = make_optimizer(config), _map(master, parameters)
+    if not jax.tree.leaves(masters):
+        return rule.init(parameters)
+    return WithMasters(masters, rule.init(_widened(parameters, masters)))
+
+
+def update(
+    config: OptimConfig, gradient: Any, opt_state: optax.OptState, parameters: Any
+) -> tuple[Any, optax.OptState]:
+    """Parameters and state after a step.
+
+    Args:
+        gradient: float32, each array laid out as its parameter.
+    """
+    rule = make_optimizer(config)
+    if not isinstance(opt_state, WithMasters):
+        updates, opt_state = rule.update(gradient, opt_state, parameters)
+        return optax.apply_updates(parameters, updates), opt_state
+    wide = _widened(parameters, opt_state.masters)
+    updates, of_rule = rule.update(gradient, opt_state.rule, wide)
+    wide: Any = optax.apply_updates(wide, updates)
+    masters = _map(lambda new, old: None if old is None else new, wide, opt_state.masters)
+    rounded = jax.tree.map(lambda new, old: new.astype(old.dtype), wide, parameters)
+    return rounded, WithMasters(masters, of_rule)
+
+
+def _widened(parameters: Any, masters: Any) -> Any:
+    """The parameters with masters in the place of those that have one."""
+    return _map(lambda leaf, master: leaf if master is None else master, parameters, masters)
+
+
+def _map(function: Any, *trees: Any) -> Any:
+    """Of whole weights, not of the arrays in them, so that one can be left out."""
+    return jax.tree.map(function, *trees, is_leaf=lambda node: isinstance(node, nnx.Variable))
+
+
+def _value(leaf: Any) -> Array:
+    return leaf.get_value() if isinstance(leaf, nnx.Variable) else leaf
+
+
+def _with(leaf: Any, value: Array) -> Any:
+    return leaf.replace(value) if isinstance(leaf, nnx.Variable) else value

@@ -16,7 +16,7 @@ from switchjax.errors import UserError
 from switchjax.layout import Layout
 from switchjax.mesh import MeshShape
 from switchjax.state import init_state
-from switchjax.weights import Weights, open_weights, require_fit
+from switchjax.weights import Weights, in_dtypes_of, open_weights, require_fit
 
 
 def check(config: RunConfig) -> MeshShape:
@@ -73,7 +73,7 @@ def open_initial_weights(config: RunConfig, shape: MeshShape) -> Weights | None:
     weights = open_weights(config.init_from)
     with mesh.use_abstract_mesh(shape):
         state = jax.eval_shape(partial(init_state, config, layout.Layout.of(shape)))
-    require_fit(weights, state.model)
+    require_fit(in_dtypes_of(state.model, weights)[0], state.model)
     return weights
 
 

@@ -8,22 +8,28 @@ import optax
 from jax import Array
 from jax.sharding import NamedSharding
 
-from switchjax import zero
+from switchjax import optim, zero
 from switchjax.config import ModelConfig, RunConfig
 from switchjax.layout import Layout
 from switchjax.mesh import MeshShape, use_abstract_mesh
 from switchjax.model import SwitchTransformer, switch_layer_names
-from switchjax.optim import make_optimizer
 from switchjax.saved_steps import named_leaves
+from switchjax.scaling import LossScale, first_scale
 
 
 class TrainState(NamedTuple):
     """What a step hands to the next one; all of it is in a checkpoint."""
 
-    step: Array  # finished optimizer steps
+    step: Array  # finished steps, each with a batch of its own
     model: SwitchTransformer
     opt_state: optax.OptState
     router_bias_XE: Array | None  # on the choice of experts, float32; None without a bias rate
+    loss_scale: LossScale | None = None  # None where the loss is not scaled
+
+    @property
+    def updates(self) -> Array:
+        """Finished steps that were not skipped: those that the learning rate goes by."""
+        return self.step if self.loss_scale is None else self.step - self.loss_scale.skipped
 
 
 def keys(config: RunConfig) -> tuple[Array, Array]:
@@ -41,8 +47,9 @@ def init_state(config: RunConfig, layout: Layout) -> TrainState:
 def first_state(config: RunConfig, layout: Layout, model: SwitchTransformer) -> TrainState:
     """The state before the first step of a run that starts from this model."""
     parameters: Any = zero.split(model) if layout.storage.zero else model
-    opt_state = make_optimizer(config.optim).init(parameters)
-    return TrainState(jnp.int32(0), model, opt_state, init_router_bias(config))
+    opt_state = optim.init(config.optim, parameters)
+    bias_XE, loss_scale = init_router_bias(config), first_scale(config.optim)
+    return TrainState(jnp.int32(0), model, opt_state, bias_XE, loss_scale)
 
 
 def init_router_bias(config: RunConfig) -> Array | None:

@@ -21,8 +21,9 @@ from rich.console import Console
 from switchjax import cluster, ending, processes, setup
 from switchjax.batch import Batch
 from switchjax.checkpoint import Checkpoints
-from switchjax.config import DistributedConfig, RunConfig, to_dict, write_config
+from switchjax.config import RunConfig, to_dict, write_config
 from switchjax.data.pipeline import Data
+from switchjax.distributed_config import DistributedConfig
 from switchjax.errors import NonFiniteError, UserError
 from switchjax.evaluate import EvalStep, evaluate
 from switchjax.layout import Layout
@@ -41,7 +42,14 @@ from switchjax.state import (
 )
 from switchjax.step import eval_step, train_step
 from switchjax.stopping import stop_signal, together
-from switchjax.weights import ROUTER_BIAS, Weights, load_array, load_model, open_weights
+from switchjax.weights import (
+    ROUTER_BIAS,
+    Weights,
+    in_dtypes_of,
+    load_array,
+    load_model,
+    open_weights,
+)
 
 _DISK_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
@@ -221,6 +229,7 @@ def _first_state(run: _Run) -> TrainState:
     if weights is None:  # a run to resume that was stopped before its first checkpoint
         weights = open_weights(config.init_from)
     target = abstract_state(config, run.layout)
+    weights, conversion = in_dtypes_of(target.model, weights)
     model = load_model(weights, target.model)
     initial = jax.jit(partial(first_state, config, run.layout)).lower(model).compile()
     processes.meet()
@@ -231,7 +240,7 @@ def _first_state(run: _Run) -> TrainState:
         state = state._replace(router_bias_XE=bias_XE)
     elif weights.router_bias is not None:
         started += ", and without the routers' bias, since optim.bias_rate is 0"
-    _say(run.console, f"model of {weights.source}; {started}")
+    _say(run.console, "; ".join(filter(None, [f"model of {weights.source}", conversion, started])))
     return state
 
 

@@ -170,7 +170,19 @@ MISTAKES = {
     "argument": ("stray", "^unexpected argument 'stray'$"),
     "choice": (
         "--model.dtype float64",
-        "^--model.dtype: expected one of float32, bfloat16, got 'float64'$",
+        "^--model.dtype: expected one of float32, bfloat16, float16, got 'float64'$",
+    ),
+    "float16 alone": (
+        "--model.dtype float16",
+        "^model.dtype float16 loses small gradients without .*: add optim.loss_scale dynamic, or",
+    ),
+    "a scale for none": (
+        "--optim.loss-scale dynamic",
+        "^optim.loss_scale dynamic is for model.dtype float16: gradients in float32 do not .* out$",
+    ),
+    "parameters in float16": (
+        "--model.param-dtype float16",
+        "^--model.param-dtype: expected one of float32, bfloat16, got 'float16'$",
     ),
     "no number": ("--steps many", "^--steps: expected INT, got 'many'$"),
     "no whole number": ("--devices 1.5", r"^--devices: expected \{None\}\|INT, got '1.5'$"),
@@ -295,6 +307,10 @@ def test_a_run_goes_on_only_as_itself(refused, finished, words, answer):
         ("verify --mesh single --mesh data=3", "mesh data=3: data * expert = 3 must divide "),
         ("verify --mesh single --mesh data=16", "needs 16 devices (data=16,expert=1,model=1), and"),
         ("verify --mesh single --mesh data8 --model.dtype bfloat16", "add --model.dtype float32"),
+        (
+            "verify --mesh single --mesh data8,reduce_dtype=bfloat16",
+            "mesh data8,reduce_dtype=bfloat16: reduce_dtype bfloat16 rounds sums of gradients",
+        ),
         ("verify --mesh single --mesh expert8,wire=float8", "expert8,wire=float8: wire float8 rou"),
         ("verify --mesh single --mesh expert8,dispatcher=ragged", "with --model.capacity-factor 8"),
         ("verify --mesh single --mesh data8 --steps 0", "run.steps must be positive, got 0"),

@@ -14,8 +14,17 @@ FILES = sorted(PACKAGE.rglob("*.py"))
 
 # DESIGN, section 4: a module imports only from rows above its own. A folder stands for all in it.
 ROWS = (
-    ("arguments", "axes", "batch", "config", "errors", "generate_config", "presets"),
-    ("cluster", "ending", "layout", "mesh", "processes", "remat", "zero"),
+    (
+        "arguments",
+        "axes",
+        "batch",
+        "config",
+        "distributed_config",
+        "errors",
+        "generate_config",
+        "presets",
+    ),
+    ("cluster", "ending", "layout", "mesh", "processes", "remat", "scaling", "zero"),
     ("moe.grouped", "moe.pieces", "moe.products", "moe.routing", "moe.varying", "nn"),
     ("moe.dispatch",),
     ("moe.experts",),
@@ -34,6 +43,7 @@ NEIGHBOURS = {
     "arguments": {"errors"},
     "presets": {"config"},
     "config": {"errors"},
+    "distributed_config": {"config"},
     "ending": {"processes"},
     "cluster": {"ending", "processes"},
     "generate_config": {"config", "errors"},

@@ -92,7 +92,7 @@ class SwitchLayer(nnx.Module):
 
         gate = experts.w_gate_EDF
         weights = Weights(
-            in_use(self.router_DE, jnp.float32, layout),
+            in_use(self.router_DE, jnp.float32, layout, reduce_dtype="float32"),
             of_experts(experts.w_in_EDF),
             None if gate is None else of_experts(gate),
             of_experts(experts.w_out_EFD),

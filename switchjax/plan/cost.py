@@ -13,7 +13,7 @@ from itertools import product
 from switchjax.axes import DATA, EXPERT, MODEL
 from switchjax.mesh import MeshShape
 from switchjax.plan.hardware import Hardware
-from switchjax.plan.memory import Memory, kept_without_remat
+from switchjax.plan.memory import Memory, held_parameters, kept_without_remat
 from switchjax.plan.sizes import Sizes
 from switchjax.plan.wire import Send
 
@@ -91,11 +91,12 @@ def model_flops(sizes: Sizes) -> float:
 
 def _traffic(sizes: Sizes, memory: Memory) -> float:
     """Bytes through one device's memory in a step."""
-    micros, numbers = sizes.config.optim.accumulation, memory.parameters / 4
+    micros, numbers = sizes.config.optim.accumulation, held_parameters(sizes.config, sizes.shape)
     # A micro-batch reads the parameters, writes them in the dtype of compute, reads that in each
     # pass and writes the gradient.
     passes = 4 if sizes.model.remat == "full" else 3
-    of_weights = micros * numbers * (4 + (1 + passes) * sizes.itemsize + 4)
+    of_weights = micros * numbers * ((1 + passes) * sizes.itemsize + 4)
+    of_weights += micros * memory.parameters
     of_update = numbers * _ADAM_LIKE + 2 * memory.optimizer
     kept = kept_without_remat(sizes)
     return of_weights + of_update + micros * kept * (3 if sizes.model.remat == "full" else 2)

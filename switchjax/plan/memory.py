@@ -39,13 +39,13 @@ class Memory:
 def memory(sizes: Sizes) -> Memory:
     """Bytes of one device."""
     parameters, optimizer = state_bytes(sizes.config, sizes.shape)
-    micros = sizes.config.optim.accumulation
+    numbers, micros = held_parameters(sizes.config, sizes.shape), sizes.config.optim.accumulation
     kept = {stack.name: _kept(sizes, stack) for stack in sizes.stacks}
     working = max(_period(sizes, stack) for stack in sizes.stacks)
     return Memory(
         parameters=parameters,
         optimizer=optimizer,
-        gradients=parameters * (2 if micros > 1 else 1),  # one micro-batch's beside the sum
+        gradients=4 * numbers * (2 if micros > 1 else 1),  # one micro-batch's beside the sum
         activations=sum(kept.values()),
         buffers=sum(
             (
@@ -66,6 +66,12 @@ def state_bytes(config: RunConfig, shape: MeshShape) -> tuple[float, float]:
     for part, axes, size in _arrays(model, optim, shape.exchange.experts):
         sums[part] += size / math.prod(getattr(shape, axis) for axis in axes)
     return sums["model"], sums["opt_state"]
+
+
+def held_parameters(config: RunConfig, shape: MeshShape) -> float:
+    """Parameters that one device holds, whatever their dtype."""
+    model = replace(config.model, param_dtype="float32")
+    return state_bytes(replace(config, model=model), shape)[0] / 4
 
 
 @cache

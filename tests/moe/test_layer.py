@@ -10,6 +10,7 @@ import numpy as np
 import oracle
 import pytest
 from flax import nnx
+from jaxprs import equations
 from small_meshes import GRADIENTS, LAYOUT, NAMES, SHAPES, VALUES, copies, put, use
 
 from switchjax.config import ModelConfig, OptimConfig
@@ -658,18 +659,6 @@ def test_experts_without_tokens_have_no_gradient(length):
 
 
 # --- The router stays in float32 --------------------------------------------------------------
-
-
-def equations(jaxpr):
-    """All of a program's operations, those of its inner programs too."""
-    for equation in jaxpr.eqns:
-        yield equation
-        for value in equation.params.values():
-            for inner in value if isinstance(value, list | tuple) else [value]:
-                if hasattr(inner, "jaxpr"):
-                    inner = inner.jaxpr
-                if hasattr(inner, "eqns"):
-                    yield from equations(inner)
 
 
 def test_router_computes_in_float32():  # case 17

@@ -361,7 +361,7 @@ def plain_loss_and_gradient() -> tuple[np.ndarray, dict]:
 
 
 @pytest.mark.parametrize(
-    "change", [dict(scan=False), dict(remat=True), dict(remat=True, scan=False)], ids=str
+    "change", [dict(scan=False), dict(remat="full"), dict(remat="full", scan=False)], ids=str
 )
 def test_scan_and_remat_change_nothing(change):
     """Noise and drops are on: a layer that is computed again draws and drops the same."""
@@ -386,7 +386,7 @@ def test_remat_routes_ties_alike():
     batch = builders.random_batch(config, padding=0.0)
     batch = batch._replace(tokens_BL=np.full_like(batch.tokens_BL, 3))
     value, gradient = loss_and_gradient(config, batch, tied_router=True)
-    again, recomputed = loss_and_gradient(replace(config, remat=True), batch, tied_router=True)
+    again, recomputed = loss_and_gradient(replace(config, remat="full"), batch, tied_router=True)
     np.testing.assert_array_equal(again, value)
     for name, leaf in gradient.items():
         assert leaf.dtype == np.float32

@@ -24,6 +24,8 @@ class TrainState(NamedTuple):
     model: SwitchTransformer
     opt_state: optax.OptState
     router_bias_XE: Array | None  # on the choice of experts, float32; None without a bias rate
+    # Choices of each expert in all steps, the later ones counting more, float32; None without any.
+    load_XE: Array | None = None
 
 
 def keys(config: RunConfig) -> tuple[Array, Array]:
@@ -42,7 +44,8 @@ def first_state(config: RunConfig, layout: Layout, model: SwitchTransformer) -> 
     """The state before the first step of a run that starts from this model."""
     parameters: Any = zero.split(model) if layout.storage.zero else model
     opt_state = make_optimizer(config.optim).init(parameters)
-    return TrainState(jnp.int32(0), model, opt_state, init_router_bias(config))
+    load_XE = init_load(config.model)
+    return TrainState(jnp.int32(0), model, opt_state, init_router_bias(config), load_XE)
 
 
 def init_router_bias(config: RunConfig) -> Array | None:
@@ -51,6 +54,12 @@ def init_router_bias(config: RunConfig) -> Array | None:
     if not config.optim.bias_rate or not num_layers:
         return None
     return jnp.zeros((num_layers, config.model.num_experts), jnp.float32)
+
+
+def init_load(config: ModelConfig) -> Array | None:
+    """No choices yet [Switch layers, experts]."""
+    num_layers = len(switch_layer_names(config))
+    return jnp.zeros((num_layers, config.num_experts), jnp.float32) if num_layers else None
 
 
 def abstract_state(config: RunConfig, layout: Layout) -> TrainState:

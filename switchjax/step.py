@@ -8,13 +8,14 @@ import jax.numpy as jnp
 import optax
 from jax import Array, lax
 
-from switchjax import zero
+from switchjax import expert_cache, zero
 from switchjax.batch import Batch
 from switchjax.config import OptimConfig, RunConfig
 from switchjax.layout import Layout
 from switchjax.loss import TargetSums, target_sums
 from switchjax.metrics import StepMetrics
 from switchjax.model import SwitchTransformer
+from switchjax.moe import hot
 from switchjax.moe.layer import RouterStats
 from switchjax.moe.routing import moved_bias
 from switchjax.nn.noise import Noise
@@ -64,12 +65,14 @@ def step_with_gradient(
     whole = Counts.of(batch)
 
     variables = zero.variables(state.model, layout)
+    kept = expert_cache.gathered(state.model, state.load_XE, layout)
 
     def gradient(micro: Batch) -> tuple[SwitchTransformer, LossParts]:
         noise = Noise(key, micro.row_B)
 
         def loss(variables: SwitchTransformer) -> tuple[Array, LossParts]:
             model = zero.with_variables(state.model, variables, layout)
+            model = expert_cache.with_gathered(model, kept)
             return _loss(model, state.router_bias_XE, micro, noise, whole, optim)
 
         return jax.grad(loss, has_aux=True)(variables)
@@ -97,7 +100,10 @@ def step_with_gradient(
     router_bias_XE = state.router_bias_XE
     if router_bias_XE is not None and parts.router is not None:
         router_bias_XE = moved_bias(router_bias_XE, parts.router.load_E, optim.bias_rate)
-    return TrainState(state.step + 1, model, opt_state, router_bias_XE), metrics, grads
+    load_XE = state.load_XE
+    if load_XE is not None and parts.router is not None:
+        load_XE = hot.counted(load_XE, parts.router.load_E)
+    return TrainState(state.step + 1, model, opt_state, router_bias_XE, load_XE), metrics, grads
 
 
 def _loss(
@@ -120,7 +126,8 @@ def _loss(
         share_S = Counts.of(micro).tokens_S / jnp.maximum(whole.tokens_S, 1)
         share_X = jnp.repeat(share_S, router.z.size // share_S.size)
         balance_X = router.balance / optim.accumulation
-        router = router._replace(balance=balance_X, z=router.z * share_X)
+        cold_X = router.cold / optim.accumulation
+        router = router._replace(balance=balance_X, z=router.z * share_X, cold=cold_X)
     return _total(ce, *_router_losses(router), optim), LossParts(ce, router)
 
 

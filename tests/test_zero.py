@@ -24,7 +24,7 @@ from switchjax.step import step_with_gradient
 
 # Three periods of a stack for the scan, and little beside what is split.
 MODEL = replace(
-    builders.MODEL, architecture="decoder_only", d_ff=64, num_layers=3, moe_every=1, remat=True
+    builders.MODEL, architecture="decoder_only", d_ff=64, num_layers=3, moe_every=1, remat="full"
 )
 CONFIG = builders.run_config(MODEL, optimizer="adamw", clip_norm=1e-3)
 MESH, DEGREE = "data4_expert2", 4

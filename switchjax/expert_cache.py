@@ -1,8 +1,9 @@
-"""The cache of busy experts, in a model: which experts a step keeps gathered, and what that saves.
+"""The cache of busy experts, of a whole model: what a step keeps gathered, and what that saves.
 
-What a layer does with them is in `moe.hot`.
+What a layer does with it is in `moe.hot`.
 """
 
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import jax
@@ -11,8 +12,10 @@ from flax import nnx
 from jax import Array
 from jaxtyping import Float
 
+from switchjax.config import ModelConfig, RunConfig
 from switchjax.layout import Layout
-from switchjax.model import Stack, SwitchTransformer
+from switchjax.mesh import MeshShape
+from switchjax.model import Stack, SwitchTransformer, switch_layer_names
 from switchjax.moe import hot
 
 
@@ -69,3 +72,35 @@ def with_gathered(model: SwitchTransformer, kept: list[Kept]) -> SwitchTransform
 
 def _map(function: Any, *trees: Any) -> Any:
     return jax.tree.map(function, *trees, is_leaf=lambda node: isinstance(node, nnx.Variable))
+
+
+def kept_bytes(model: ModelConfig, shape: MeshShape) -> float:
+    """That hot experts of all layers take on one device, while a step lasts."""
+    return _bytes_of_experts(model, shape, shape.storage.hot_experts / shape.expert_parts)
+
+
+def gathered_bytes(config: RunConfig, shape: MeshShape) -> float:
+    """That one device sends in a step to gather experts, if all cold ones are in use.
+
+    Without hot experts too: all experts are cold then. Gradients are not counted: they are summed
+    in every micro-batch, of hot experts too.
+    """
+    here = config.model.num_experts / shape.expert_parts
+    hot_here = shape.storage.hot_experts / shape.expert_parts
+    uses = 2 * config.optim.accumulation  # forward and backward
+    away = (shape.data - 1) / shape.data
+    return away * _bytes_of_experts(config.model, shape, hot_here + uses * (here - hot_here))
+
+
+def saved_bytes(config: RunConfig, shape: MeshShape) -> float:
+    """That one device does not send in a step since hot experts stay gathered."""
+    without = replace(shape, storage=replace(shape.storage, hot_experts=0))
+    return gathered_bytes(config, without) - gathered_bytes(config, shape)
+
+
+def _bytes_of_experts(model: ModelConfig, shape: MeshShape, number: float) -> float:
+    """Of so many whole experts of each layer on one device, in the dtype of compute."""
+    matrices = 3 if model.activation == "geglu" else 2
+    hidden = model.d_ff // (shape.model if shape.exchange.experts == "separate" else 1)
+    of_one = matrices * model.d_model * hidden * jnp.dtype(model.dtype).itemsize
+    return len(switch_layer_names(model)) * number * of_one

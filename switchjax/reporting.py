@@ -47,6 +47,7 @@ class Report:
         record |= {name: float(getattr(metrics, name)) for name in names}
         record |= router_record(metrics.router)
         record["fallback_share"] = self._count_fallback(metrics.router)
+        record["cold_share"] = 0.0 if metrics.router is None else float(metrics.router.cold.mean())
         record["tokens_per_second"] = int(metrics.tokens) / (time_now - self._last)
         record["seconds"] = time_now - self._began
         self._last = time_now

@@ -126,7 +126,7 @@ def _loss(
         share_S = Counts.of(micro).tokens_S / jnp.maximum(whole.tokens_S, 1)
         share_X = jnp.repeat(share_S, router.z.size // share_S.size)
         balance_X = router.balance / optim.accumulation
-        cold_X = router.cold / optim.accumulation
+        cold_X = router.cold / optim.accumulation  # of the step's gathers
         router = router._replace(balance=balance_X, z=router.z * share_X, cold=cold_X)
     return _total(ce, *_router_losses(router), optim), LossParts(ce, router)
 

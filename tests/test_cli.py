@@ -142,6 +142,19 @@ MISTAKES = {
         "--mesh data8,reduce_dtype=float8",
         "reduce_dtype must be one of compute, .*, got 'float8'",
     ),
+    "hot experts of none": ("--mesh data8,zero=3,hot_experts=2", "hot_experts = 2, .*moe_every 0"),
+    "all experts hot": (
+        f"{SWITCH[0]} 1 --mesh data8,zero=3,hot_experts=8",
+        "hot_experts = 8 must be less than model.num_experts = 8: to keep them all .* is zero = 2",
+    ),
+    "hot experts that do not divide": (
+        f"{SWITCH[0]} 1 --mesh data4_expert2,zero=3,hot_experts=3",
+        "expert = 2 must divide hot_experts = 3",
+    ),
+    "hot folded experts that do not divide": (
+        f"{SWITCH[0]} 1 --mesh data2_expert2_model2,experts=folded,zero=3,hot_experts=6",
+        r"expert \* model = 4 must divide hot_experts = 6",
+    ),
     # How tokens reach their experts.
     "dispatcher": ("--dispatcher alltoall", "dispatcher: expected one of .*all_gather"),
     "dispatcher of one device": (

@@ -197,6 +197,7 @@ WAYS = {
     "the slower way": "data2_expert2_model2,dispatcher=all_gather,buffer=0.3",
     "in chunks": "expert=4,experts=folded,chunks=2",
     "where they are": "data4_model2,experts=folded,dispatcher=local",
+    "the busiest to weights at hand": "data2_expert2_model2,zero=3,hot_experts=4",
 }
 
 

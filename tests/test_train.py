@@ -312,7 +312,10 @@ def test_started_from_another_model(config, half, tmp_path):
 
 
 def test_resumed_on_another_mesh(whole, copy):  # case 7
-    run(whole.config, copy, resume=True, mesh="data4_expert2,zero=3", steps=16)
+    mesh = "data4_expert2,zero=3,hot_experts=4"
+    resumed = run(whole.config, copy, resume=True, mesh=mesh, steps=16)
+    assert "4 of 8 experts of each Switch layer stay gathered: " in resumed.said
+    assert {record["cold_share"] > 0 for record in read_lines(copy)} == {False, True}
     np.testing.assert_allclose(losses(copy, 14, 16), losses(whole.out, 14, 16), rtol=1e-5)
 
 

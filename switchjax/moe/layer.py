@@ -38,7 +38,7 @@ class RouterStats(NamedTuple):
     dropped: Array  # choices without a slot, int32; under expert choice, tokens without an expert
     asked: Array  # what `dropped` is a part of: choices or real tokens, int32
     fell_back: Array  # 1 if any device's buffer was too small and the slower way was taken, int32
-    cold: Array  # share of devices that gathered their cold experts, float32; 0 without any
+    cold: Array  # share of devices that gathered cold experts, float32; 0 where none are kept
 
 
 class SwitchLayer(nnx.Module):

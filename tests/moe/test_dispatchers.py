@@ -114,14 +114,13 @@ def test_every_way_equals_the_oracle(dispatcher, experts, mesh, top_k):
     "dispatcher, experts, mesh",
     [
         ("all_to_all", "separate", "data2_expert2_model2"),
-        ("ragged", "folded", "data2_expert4"),
+        ("all_gather", "folded", "data2_expert4"),
         ("local", "folded", "data4_model2"),
     ],
 )
 def test_gradients_of_which_a_device_has_a_part(dispatcher, experts, mesh):
     """Of weights that it has whole: zero 2."""
-    factor = NO_DROPS if dispatcher == "ragged" else DROPS
-    given = expected_of(factor, 1, "relu", None, 0.3)
+    given = expected_of(DROPS, 1, "relu", None, 0.3)
     with use(mesh):
         exchange = Exchange(dispatcher=dispatcher, experts=experts)
         check(exchange, given, np.arange(EXPERTS), zero=2)

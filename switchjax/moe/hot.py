@@ -109,49 +109,61 @@ def brought(
         served_E: `served` of all devices added up.
     """
     found = [weight for weight in weights if weight is not None]
-    held = [layout.w_in_edf] * (len(found) - 1) + [layout.w_out_efd]
-    dims = [len(h.spec) + h.width for h in held if h.width is not None]
     values, slots = zip(*(zero.with_slot(weight.value) for weight in found), strict=True)
+    has_slots = [slot is not None for slot in slots]
     hot = tuple(weight.hot_AXY for weight in found)
-    order_e = placement.at_device(order_E, layout.exchange.experts)
-    dtype, num_hot = hot[0].dtype, hot[0].shape[0]
-    reduce_dtype = zero.reduce_dtype(layout, dtype)
-    served_Pe = served_E[order_E].reshape(-1, order_e.size)
-    in_use_P = (served_Pe[:, num_hot:] > 0).any(axis=1)
-
-    def gathered(parts: Arrays) -> Arrays:
-        # Typed on the way as weights are, which no policy of `remat` keeps.
-        narrow = zip((part.astype(dtype) for part in parts), dims, strict=True)
-        wide = (zero.whole(part, dim, to="reduced") for part, dim in narrow)
-        return tuple(lax.pcast(array, DATA, to="varying") for array in wide)
-
-    def summed(gradients: Arrays) -> Arrays:
-        wide = zip((x.astype(reduce_dtype) for x in gradients), dims, strict=True)
-        sums = (zero.part_of_sum(gradient, dim) for gradient, dim in wide)
-        return tuple(part.astype(jnp.float32) for part in sums)
+    num_hot, wire = len(hot[0]), _Wire.of(hot, layout)
 
     @jax.custom_vjp
     def use(values: Arrays, slots: Any, hot: Arrays, order_e: Array, is_used: Array) -> Arrays:
-        cold = _if_used(is_used, gathered, tuple(value[order_e[num_hot:]] for value in values))
-        return _joined(hot, cold)
+        cold = tuple(value[order_e[num_hot:]] for value in values)
+        return _joined(hot, _if_used(is_used, wire.gathered, cold))
 
     def use_forward(*given: Any) -> tuple[Arrays, tuple[Array, Array]]:
         return use(*given), given[-2:]
 
     def use_backward(kept: tuple[Array, Array], gradients: Arrays) -> tuple:
         order_e, is_used = kept
-        hot = summed(tuple(gradient[:num_hot] for gradient in gradients))
-        cold = _if_used(is_used, summed, tuple(gradient[num_hot:] for gradient in gradients))
-        sums = (both[jnp.argsort(order_e)] for both in _joined(hot, cold))
-        of_each = zip(sums, has_slots, strict=True)
-        both = [(None, x) if has_slot else (x, None) for x, has_slot in of_each]
+        hot = wire.summed(tuple(gradient[:num_hot] for gradient in gradients))
+        cold = tuple(gradient[num_hot:] for gradient in gradients)
+        sums = _joined(hot, _if_used(is_used, wire.summed, cold))
+        logical = zip((x[jnp.argsort(order_e)] for x in sums), has_slots, strict=True)
+        both = [(None, x) if has_slot else (x, None) for x, has_slot in logical]
         return *zip(*both, strict=True), None, None, None
 
-    has_slots = [slot is not None for slot in slots]
     use.defvjp(use_forward, use_backward)
-    is_used = in_use_P[placement.part(layout.exchange.experts)]
+    experts = layout.exchange.experts
+    order_e = placement.at_device(order_E, experts)
+    in_use_P = (served_E[order_E].reshape(-1, order_e.size)[:, num_hot:] > 0).any(axis=1)
+    is_used = in_use_P[placement.part(experts)]
     into, *gate, out = use(values, slots, hot, order_e, is_used)
     return (into, gate[0] if gate else None, out), in_use_P.mean(dtype=jnp.float32)
+
+
+class _Wire(NamedTuple):
+    """How parts of some weights become whole, and their gradients parts of a sum over devices."""
+
+    dims: list[int]  # of each, the one that `data` splits
+    dtype: Any
+    reduce_dtype: Any
+
+    @classmethod
+    def of(cls, hot: Arrays, layout: Layout) -> "_Wire":
+        held = [layout.w_in_edf] * (len(hot) - 1) + [layout.w_out_efd]
+        dims = [len(h.spec) + h.width for h in held if h.width is not None]
+        dtype = hot[0].dtype
+        return cls(dims, dtype, zero.reduce_dtype(layout, dtype))
+
+    def gathered(self, parts: Arrays) -> Arrays:
+        # Typed on the way as weights are, which no policy of `remat` keeps.
+        narrow = zip((part.astype(self.dtype) for part in parts), self.dims, strict=True)
+        whole = (zero.whole(part, dim, to="reduced") for part, dim in narrow)
+        return tuple(lax.pcast(array, DATA, to="varying") for array in whole)
+
+    def summed(self, gradients: Arrays) -> Arrays:
+        """In float32."""
+        wide = zip((x.astype(self.reduce_dtype) for x in gradients), self.dims, strict=True)
+        return tuple(zero.part_of_sum(x, dim).astype(jnp.float32) for x, dim in wide)
 
 
 def _joined(hot: Arrays, cold: Arrays) -> Arrays:

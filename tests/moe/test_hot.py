@@ -31,8 +31,8 @@ HOT = 4  # of eight experts
 ROW = 5  # whose first token has its experts in two halves, and in two quarters, of all
 GEGLU = replace(CONFIG, activation="geglu", top_k=2, capacity_factor=8.0)
 WAYS = [
-    ("all_to_all", "separate", "data4_expert2"),
-    ("all_gather", "separate", "data2_expert2_model2"),
+    pytest.param(("all_to_all", "separate", "data4_expert2"), marks=pytest.mark.mesh),
+    pytest.param(("all_gather", "separate", "data2_expert2_model2"), marks=pytest.mark.mesh),
     ("ragged", "folded", "data2_expert2_model2"),
 ]
 
@@ -108,7 +108,6 @@ def check(way, load, num_real=None):
     return stats.cold
 
 
-@pytest.mark.mesh
 @pytest.mark.parametrize("way", WAYS, ids=" ".join)
 def test_whichever_experts_are_hot(way):
     """Any, the busiest, or the idlest. Cold experts are gathered where any of a device's are

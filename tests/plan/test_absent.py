@@ -135,9 +135,10 @@ def test_a_split_state_is_gathered_and_scattered():
     of_cold = gathered_bytes(SMALL, shape) - kept_bytes(SMALL.model, shape) * 7 / 8
     assert sums["all-gather", "data", True] == of_cold > 0
     assert sums["all-gather", "data", False] > kept_bytes(SMALL.model, shape) * 7 / 8
-    assert sums["reduce-scatter", "data", True] > 0 and sums["reduce-scatter", "data", False] > 0
+    assert sums["reduce-scatter", "data", True] == of_cold / 2  # once, not twice
     summed_whole = sum(size for key, size in sums.items() if key[:2] == ("all-reduce", "data"))
-    assert summed_whole < 0.02 * sums["reduce-scatter", "data", False]
+    scattered = sums["reduce-scatter", "data", True] + sums["reduce-scatter", "data", False]
+    assert summed_whole < 0.03 * scattered  # statistics, norms
 
 
 def test_a_missing_plugin_is_the_users_to_install(monkeypatch):

@@ -77,6 +77,9 @@ class Storage:
     reduce_dtype: ReduceDtype = "compute"
     """Dtype in which weights' gradients are summed over devices: as computed, or this one. Those of
     routers, norms and relative positions are float32 all the same."""
+    hot_experts: int = 0
+    """With zero 3: experts of a layer, each device's busiest, that are gathered once a step. The
+    others are gathered where they are used. It does not change the numbers."""
 
     def __post_init__(self) -> None:
         if self.zero not in range(4) or isinstance(self.zero, bool | float):
@@ -85,6 +88,14 @@ class Storage:
         if self.reduce_dtype not in known:
             raise UserError(
                 f"reduce_dtype must be one of {', '.join(known)}, got {self.reduce_dtype!r}"
+            )
+        hot = self.hot_experts
+        if not _is_count(hot) and (hot != 0 or isinstance(hot, bool | float)):
+            raise UserError(f"hot_experts must be 0 or a positive integer, got {hot!r}")
+        if hot and self.zero != 3:
+            raise UserError(
+                f"hot_experts = {hot} stay gathered where zero = 3 splits parameters, and "
+                f"zero = {self.zero}"
             )
 
 
@@ -126,6 +137,11 @@ class MeshShape:
     @property
     def num_devices(self) -> int:
         return self.data * self.expert * self.model
+
+    @property
+    def expert_parts(self) -> int:
+        """Parts that the experts of a layer are split into."""
+        return self.expert * (self.model if self.exchange.experts == "folded" else 1)
 
     def __str__(self) -> str:
         return f"data={self.data},expert={self.expert},model={self.model}"

@@ -76,8 +76,14 @@ def _all_but_weights(primitive: Any, *_: Any, **params: Any) -> bool:
 
 
 def _gathers(jaxpr: Any) -> bool:
-    """Whether weights are gathered at once or in a `shard_map`, not in a part further in."""
-    inner = [eqn.params["jaxpr"] for eqn in jaxpr.eqns if eqn.primitive.name == "shard_map"]
+    """Whether weights are gathered at once, in a `shard_map` or in a branch; not further in."""
+    inner = []
+    for eqn in jaxpr.eqns:
+        match eqn.primitive.name:
+            case "shard_map":
+                inner.append(eqn.params["jaxpr"])
+            case "cond":
+                inner += [branch.jaxpr for branch in eqn.params["branches"]]
     names = {eqn.primitive.name for part in (jaxpr, *inner) for eqn in part.eqns}
     return _GATHER in names
 

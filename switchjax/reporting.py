@@ -51,6 +51,7 @@ class Report:
         record["loss_scale"] = 1.0 if scale is None else float(scale.scale)
         record["skipped_steps"] = 0 if scale is None else int(scale.skipped)
         record["fallback_share"] = self._count_fallback(metrics.router)
+        record["cold_share"] = 0.0 if metrics.router is None else float(metrics.router.cold.mean())
         record["tokens_per_second"] = int(metrics.tokens) / (time_now - self._last)
         record["seconds"] = time_now - self._began
         self._last = time_now

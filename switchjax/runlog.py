@@ -35,6 +35,7 @@ STEP_METRICS = (
     "load_min",
     "dead_experts",
     "fallback_share",
+    "cold_share",
     "tokens_per_second",
     "seconds",
 )

@@ -24,6 +24,8 @@ class TrainState(NamedTuple):
     model: SwitchTransformer
     opt_state: optax.OptState
     router_bias_XE: Array | None  # on the choice of experts, float32; None without a bias rate
+    # Choices of each expert in all steps, the later ones counting more, float32; None without any.
+    load_XE: Array | None = None
     loss_scale: LossScale | None = None  # None where the loss is not scaled
 
     @property
@@ -48,8 +50,9 @@ def first_state(config: RunConfig, layout: Layout, model: SwitchTransformer) -> 
     """The state before the first step of a run that starts from this model."""
     parameters: Any = zero.split(model) if layout.storage.zero else model
     opt_state = optim.init(config.optim, parameters)
-    bias_XE, loss_scale = init_router_bias(config), first_scale(config.optim)
-    return TrainState(jnp.int32(0), model, opt_state, bias_XE, loss_scale)
+    bias_XE, load_XE = init_router_bias(config), init_load(config.model)
+    loss_scale = first_scale(config.optim)
+    return TrainState(jnp.int32(0), model, opt_state, bias_XE, load_XE, loss_scale)
 
 
 def init_router_bias(config: RunConfig) -> Array | None:
@@ -58,6 +61,12 @@ def init_router_bias(config: RunConfig) -> Array | None:
     if not config.optim.bias_rate or not num_layers:
         return None
     return jnp.zeros((num_layers, config.model.num_experts), jnp.float32)
+
+
+def init_load(config: ModelConfig) -> Array | None:
+    """No choices yet [Switch layers, experts]."""
+    num_layers = len(switch_layer_names(config))
+    return jnp.zeros((num_layers, config.num_experts), jnp.float32) if num_layers else None
 
 
 def abstract_state(config: RunConfig, layout: Layout) -> TrainState:

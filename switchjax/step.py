@@ -8,13 +8,14 @@ import jax.numpy as jnp
 import optax
 from jax import Array, lax
 
-from switchjax import optim, scaling, zero
+from switchjax import expert_cache, optim, scaling, zero
 from switchjax.batch import Batch
 from switchjax.config import OptimConfig, RunConfig
 from switchjax.layout import Layout
 from switchjax.loss import TargetSums, target_sums
 from switchjax.metrics import StepMetrics
 from switchjax.model import SwitchTransformer
+from switchjax.moe import hot
 from switchjax.moe.layer import RouterStats
 from switchjax.moe.routing import moved_bias
 from switchjax.nn.noise import Noise
@@ -63,12 +64,14 @@ def step_with_gradient(
     whole = Counts.of(batch)
 
     variables = zero.variables(state.model, layout)
+    kept = expert_cache.gathered(state.model, state.load_XE, layout)
 
     def gradient(micro: Batch) -> tuple[SwitchTransformer, LossParts]:
         noise = Noise(key, micro.row_B)
 
         def loss(variables: SwitchTransformer) -> tuple[Array, LossParts]:
             model = zero.with_variables(state.model, variables, layout)
+            model = expert_cache.with_gathered(model, kept)
             bias_XE = state.router_bias_XE
             total, parts = _loss(model, bias_XE, micro, noise, whole, config.optim)
             return scaling.scaled(total, state.loss_scale), parts
@@ -108,16 +111,19 @@ def _next_state(
     is not finite leaves all but its number and the scale as it was."""
     parameters = zero.split(state.model) if layout.storage.zero else state.model
     model, opt_state = optim.update(config.optim, grads, state.opt_state, parameters)
-    bias_XE, loss_scale = state.router_bias_XE, state.loss_scale
+    bias_XE, load_XE, loss_scale = state.router_bias_XE, state.load_XE, state.loss_scale
     if bias_XE is not None and router is not None:
         bias_XE = moved_bias(bias_XE, router.load_E, config.optim.bias_rate)
+    if load_XE is not None and router is not None:
+        load_XE = hot.counted(load_XE, router.load_E)
     if loss_scale is not None:
-        old = parameters, state.opt_state, state.router_bias_XE
-        model, opt_state, bias_XE = scaling.chosen(is_finite, (model, opt_state, bias_XE), old)
+        new = model, opt_state, bias_XE, load_XE
+        old = parameters, state.opt_state, state.router_bias_XE, state.load_XE
+        model, opt_state, bias_XE, load_XE = scaling.chosen(is_finite, new, old)
         loss_scale = loss_scale.after(is_finite)
     if layout.storage.zero in (1, 2):
         model = zero.gathered(model)
-    return TrainState(state.step + 1, model, opt_state, bias_XE, loss_scale)
+    return TrainState(state.step + 1, model, opt_state, bias_XE, load_XE, loss_scale)
 
 
 def _loss(
@@ -140,7 +146,8 @@ def _loss(
         share_S = Counts.of(micro).tokens_S / jnp.maximum(whole.tokens_S, 1)
         share_X = jnp.repeat(share_S, router.z.size // share_S.size)
         balance_X = router.balance / optim.accumulation
-        router = router._replace(balance=balance_X, z=router.z * share_X)
+        cold_X = router.cold / optim.accumulation  # of the step's gathers
+        router = router._replace(balance=balance_X, z=router.z * share_X, cold=cold_X)
     return _total(ce, *_router_losses(router), optim), LossParts(ce, router)
 
 

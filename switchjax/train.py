@@ -26,6 +26,7 @@ from switchjax.data.pipeline import Data
 from switchjax.distributed_config import DistributedConfig
 from switchjax.errors import NonFiniteError, UserError
 from switchjax.evaluate import EvalStep, evaluate
+from switchjax.expert_cache import gathered_bytes, kept_bytes, saved_bytes
 from switchjax.layout import Layout
 from switchjax.mesh import MeshShape
 from switchjax.metrics import StepMetrics
@@ -114,6 +115,7 @@ def _train(config: RunConfig, shape: MeshShape, console: Console) -> tuple[Resul
                 f"{data.num_train_examples:,} examples for training, "
                 f"{data.num_eval_examples:,} for evaluation",
                 f"unigram entropy of the held-out targets: {data.unigram_entropy:.3f} nats",
+                *_of_hot_experts(config, shape),
             )
             compiled = _compile(run, start.state)
             log = stack.enter_context(_open_log(config, start.step + 1, console))
@@ -171,6 +173,19 @@ class _Compiled(NamedTuple):
 def _say(console: Console, *lines: str) -> None:
     for line in lines:
         console.print(line, markup=False, highlight=False, soft_wrap=True)
+
+
+def _of_hot_experts(config: RunConfig, shape: MeshShape) -> list[str]:
+    """What those of the mesh file cost and save."""
+    if not (hot := shape.storage.hot_experts):
+        return []
+    kept, saved = kept_bytes(config.model, shape), saved_bytes(config, shape)
+    of_all = saved / (saved + gathered_bytes(config, shape))
+    return [
+        f"{hot} of {config.model.num_experts} experts of each Switch layer stay gathered: "
+        f"{kept / 1e6:,.1f} MB a device, which saves {saved / 1e6:,.1f} MB a step on its wire, "
+        f"{of_all:.0%} of what gathering experts takes"
+    ]
 
 
 def _open_checkpoints(config: RunConfig, console: Console) -> Checkpoints:

@@ -316,7 +316,10 @@ def test_started_from_another_model(config, half, tmp_path):
 
 
 def test_resumed_on_another_mesh(whole, copy):  # case 7
-    run(whole.config, copy, resume=True, mesh="expert8", steps=16)
+    mesh = "data4_expert2,zero=3,hot_experts=4"
+    resumed = run(whole.config, copy, resume=True, mesh=mesh, steps=16)
+    assert "4 of 8 experts of each Switch layer stay gathered: " in resumed.said
+    assert {record["cold_share"] > 0 for record in read_lines(copy)} == {False, True}
     np.testing.assert_allclose(losses(copy, 14, 16), losses(whole.out, 14, 16), rtol=1e-5)
 
 
@@ -326,7 +329,7 @@ def test_resumed_on_one_device(whole, copy, compile_cache):  # case 7
     np.testing.assert_allclose(losses(copy, 14, 16), losses(whole.out, 14, 16), rtol=1e-5)
 
 
-@pytest.mark.parametrize("name", [None, "data8"])
+@pytest.mark.parametrize("name", [None, "data8,zero=3"])
 def test_evaluation_of_the_run(whole, name):
     batches = whole.config.eval_batches
     record = evaluate_run(EvalConfig(run=str(whole.out), mesh=name, batches=batches))

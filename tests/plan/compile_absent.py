@@ -63,6 +63,7 @@ MESHES = {
         "data=2,expert=4,model=2,experts=folded",
         "data=2,expert=4,model=2,dispatcher=all_gather,buffer=1.5",
         "data2_expert8,dispatcher=ragged",
+        "data=8,expert=2,zero=3,hot_experts=8",
     ],
     "large": ["data2_expert8", "data2_expert8,chunks=2", "data2_expert8,chunks=4"],
     "both": ["data=2,expert=4,model=2", "data=4,model=4,experts=folded,dispatcher=local"],
@@ -98,7 +99,8 @@ def report(config: RunConfig, mesh: str) -> dict:
         "device_bytes": arguments + memory.temp_size_in_bytes + results,
         "flops": program_flops(text),
         "sent": [
-            {"axes": c.axes, "wire_bytes": c.wire_bytes, "runs": c.runs}
+            {"kind": c.kind, "axes": c.axes, "wire_bytes": c.wire_bytes, "runs": c.runs}
+            | {"conditional": c.conditional}
             for c in collectives(text, shape)
             if not in_scope(c.op_name, "fallback")
         ],

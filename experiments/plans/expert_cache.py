@@ -15,7 +15,7 @@ Printed (2026-11-30, Python 3.11, jax 0.10.2; the compiler's, if all cold expert
     64           1.81  15.29               11.89  17.63          4.74
     96           2.72  9.34                17.84  11.69          5.49
 
-Memory grows by less than what is kept, since a gather of fewer experts needs less room.
+Memory in use grows by less than what is kept.
 """
 
 from dataclasses import replace

@@ -8,7 +8,14 @@ the compiler's bytes are those of the formula.
 Command: JAX_PLATFORMS=cpu python experiments/plans/expert_cache.py
 Printed (2026-11-30, Python 3.11, jax 0.10.2; the compiler's, if all cold experts are in use):
 
-PRINTED
+                                  GB of a device
+    hot experts  kept  gathers of experts  saved  all, compiled  in use
+    0            0.00  27.18               0.00   29.52          3.54
+    32           0.91  21.23               5.95   23.58          3.99
+    64           1.81  15.29               11.89  17.63          4.74
+    96           2.72  9.34                17.84  11.69          5.49
+
+Memory in use grows by less than what is kept.
 """
 
 from dataclasses import replace

@@ -4,6 +4,7 @@ Decides lengths, spans and the order of sentinels. Knows nothing of files or bat
 """
 
 from bisect import bisect_right
+from functools import cache
 
 import numpy as np
 from jaxtyping import Int32, Integer
@@ -25,6 +26,7 @@ def num_noise(length: int, noise_density: float, mean_span_length: float) -> tup
     return noise, min(spans, length - noise)
 
 
+@cache
 def span_lengths(
     sequence_length: int, noise_density: float, mean_span_length: float
 ) -> tuple[int, int]:

@@ -1,12 +1,14 @@
-"""The layouts that a number of devices allows: mesh sizes, where experts are, how tokens travel."""
+"""The layouts that a number of devices allows: mesh sizes, where experts are, how tokens travel,
+what ZeRO splits, what is computed again, how many micro-batches."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from functools import cache
 from typing import get_args
 
-from switchjax.config import Dispatcher, Experts, RunConfig
+from switchjax.config import Dispatcher, Experts, Remat, RunConfig
 from switchjax.errors import UserError
-from switchjax.mesh import Exchange, MeshShape
+from switchjax.mesh import Exchange, MeshShape, Storage
 from switchjax.plan.hardware import Hardware
 from switchjax.setup import check_sizes
 
@@ -25,31 +27,56 @@ class Candidate:
         exchange, sizes = self.shape.exchange, f"{self.shape}"
         words = [exchange.dispatcher] if self.config.model.moe_every else []
         words += [exchange.experts] * (exchange.experts != "separate")
+        words += [f"{name} {value}" for name, value in unusual(self.shape.storage).items()]
         words += [f"remat {self.config.model.remat}"] * (self.config.model.remat != "none")
         accumulation = self.config.optim.accumulation
         words += [f"accumulation {accumulation}"] * (accumulation > 1)
         return " ".join([sizes, *words])
 
 
+def unusual(keys: Exchange | Storage) -> dict[str, object]:
+    """The keys of a mesh file that differ from their defaults."""
+    usual = vars(type(keys)())
+    return {name: value for name, value in vars(keys).items() if value != usual[name]}
+
+
 def candidates(config: RunConfig, num_devices: int, hardware: Hardware) -> list[Candidate]:
-    """All that divide. `model` stays inside a node, since it sends the most often.
+    """All that divide, those that differ in micro-batches alone next to each other, few first.
+
+    `model` stays inside a node, since it sends the most often. What changes the numbers is not
+    chosen: dtypes are as the config and the defaults of a mesh file have them.
 
     Raises:
         UserError: none divides; says why the first few do not.
     """
     found, refusals = [], []
+    variant = cache(lambda remat, accumulation: _variant(config, remat, accumulation))
     for shape in _shapes(config, num_devices, hardware):
-        for changed in _configs(config, shape):
+        divides = []
+        for accumulation in _accumulations(config, shape):
             try:
-                check_sizes(changed, shape)
+                check_sizes(variant("none", accumulation), shape)
             except UserError as error:
                 refusals.append(str(error))
             else:
-                found.append(Candidate(config=changed, shape=shape))
+                divides.append(accumulation)
+        found += [
+            Candidate(config=variant(remat, accumulation), shape=shape)
+            for remat in remats(config)
+            for accumulation in divides
+        ]
     if not found:
         reasons = "; ".join(list(dict.fromkeys(refusals))[:3])
         raise UserError(f"no layout of {num_devices} devices fits this config: {reasons}")
     return found
+
+
+def _variant(config: RunConfig, remat: Remat, accumulation: int) -> RunConfig:
+    return replace(
+        config,
+        model=replace(config.model, remat=remat),
+        optim=replace(config.optim, accumulation=accumulation),
+    )
 
 
 def _shapes(config: RunConfig, num_devices: int, hardware: Hardware) -> Iterator[MeshShape]:
@@ -61,13 +88,13 @@ def _shapes(config: RunConfig, num_devices: int, hardware: Hardware) -> Iterator
             for exchange in _exchanges(config, expert, model):
                 sizes = {"data": data, "expert": expert, "model": model}
                 name = "".join(f"{axis}{size}_" for axis, size in sizes.items() if size > 1)
-                yield MeshShape(
-                    name=name.rstrip("_") or "single",
-                    exchange=exchange,
-                    data=data,
-                    expert=expert,
-                    model=model,
-                )
+                for storage in storages(data):
+                    yield MeshShape(
+                        name=name.rstrip("_") or "single",
+                        exchange=exchange,
+                        storage=storage,
+                        **sizes,
+                    )
 
 
 def _exchanges(config: RunConfig, expert: int, model: int) -> Iterator[Exchange]:
@@ -83,17 +110,22 @@ def _exchanges(config: RunConfig, expert: int, model: int) -> Iterator[Exchange]
                 yield Exchange(experts=experts, dispatcher=dispatcher)
 
 
-def _configs(config: RunConfig, shape: MeshShape) -> Iterator[RunConfig]:
+def storages(data: int) -> list[Storage]:
+    """Where the state may be: there is nothing to split over one device."""
+    return [Storage(zero=zero) for zero in range(4 if data > 1 else 1)]
+
+
+def remats(config: RunConfig) -> tuple[Remat, ...]:
+    """The policies that differ for this model, which keep ever less."""
+    policies: tuple[Remat, ...] = get_args(Remat)
+    return policies if config.model.moe_every else tuple(p for p in policies if p != "moe")
+
+
+def _accumulations(config: RunConfig, shape: MeshShape) -> Iterator[int]:
     rows = config.data.batch_size // (shape.data * shape.expert)
     for accumulation in _divisors(max(rows, 1)):
-        if accumulation & (accumulation - 1):
-            continue
-        for remat in ("none", "full"):
-            yield replace(
-                config,
-                model=replace(config.model, remat=remat),
-                optim=replace(config.optim, accumulation=accumulation),
-            )
+        if not accumulation & (accumulation - 1):
+            yield accumulation
 
 
 def _divisors(number: int) -> list[int]:

@@ -25,7 +25,7 @@ from typing import Any
 
 from switchjax.config import from_dict, to_dict
 from switchjax.errors import UserError
-from switchjax.mesh import Exchange, MeshShape
+from switchjax.mesh import Exchange, MeshShape, Storage
 from switchjax.plan.candidates import Candidate
 from switchjax.plan.collectives import Collective
 from switchjax.plan.hardware import Hardware, hardware_from
@@ -45,6 +45,8 @@ class Program:
     """Each with the FLOPs of the matrix products that run between its start and its done."""
     largest: list[tuple[int, str, str]]
     """Bytes, type and origin of the largest temporaries, each kind once."""
+    flops: int
+    """Of the matrix products of one run."""
     seconds: float
     """That compiling took."""
 
@@ -57,7 +59,7 @@ class Failure:
 
 
 Answer = Program | Failure
-_NUMBERS = ("device_bytes", "argument_bytes", "temp_bytes", "seconds")
+_NUMBERS = ("device_bytes", "argument_bytes", "temp_bytes", "flops", "seconds")
 
 
 def compile_all(
@@ -172,10 +174,11 @@ def _answer(question: dict[str, Any], dump: Path) -> dict[str, Any]:
     """In the process that compiles."""
     from switchjax.plan.collectives import KINDS
     from switchjax.plan.hlo import in_scope
-    from switchjax.plan.schedule import overlaps
+    from switchjax.plan.schedule import overlaps, program_flops
 
     values = question["shape"]
-    shape = MeshShape(**(values | {"exchange": Exchange(**values["exchange"])}))
+    parts = {"exchange": Exchange(**values["exchange"]), "storage": Storage(**values["storage"])}
+    shape = MeshShape(**(values | parts))
     began = time.perf_counter()
     text, device_bytes, argument_bytes = _compile(question, shape, dump)
     found = overlaps(text, shape, KINDS)
@@ -184,6 +187,7 @@ def _answer(question: dict[str, Any], dump: Path) -> dict[str, Any]:
         "device_bytes": device_bytes,
         "argument_bytes": argument_bytes,
         "temp_bytes": device_bytes - argument_bytes,
+        "flops": program_flops(text),
         "largest": _largest(text),
         "collectives": [(asdict(o.collective), o.matmul_flops) for o in usual],
         "seconds": time.perf_counter() - began,

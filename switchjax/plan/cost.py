@@ -8,12 +8,14 @@ one machine, and its shares say what to look at.
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass
+from functools import cache
 from itertools import product
 
-from switchjax.axes import DATA, EXPERT, MODEL
+from switchjax.axes import AXES, DATA, EXPERT, MODEL
 from switchjax.mesh import MeshShape
+from switchjax.plan.activations import made_again, whole_period
 from switchjax.plan.hardware import Hardware
-from switchjax.plan.memory import Memory, held_parameters, kept_without_remat
+from switchjax.plan.memory import Memory, parameter_numbers
 from switchjax.plan.sizes import Sizes
 from switchjax.plan.wire import Send
 
@@ -69,14 +71,22 @@ def compute_seconds(sizes: Sizes, hardware: Hardware) -> float:
 
 def step_flops(sizes: Sizes, hardware: Hardware) -> float:
     """Of one device, what `remat` computes again and empty slots included."""
-    passes = 4 if sizes.model.remat == "full" else 3  # a product has two in the backward pass
     layers = 0.0
     for stack in sizes.stacks:
         rows = sizes.expert_rows(stack)
         if sizes.shape.exchange.dispatcher == "ragged" and hardware.kind == "gpu":
             rows *= sizes.experts  # XLA applies every expert to every row
-        layers += sizes.forward_flops(stack, expert_rows=rows)
-    return sizes.config.optim.accumulation * (passes * layers + 3 * sizes.logits_flops())
+        forward = sizes.forward_flops(stack, expert_rows=rows)
+        layers += 3 * forward  # a product has two in the backward pass
+        match sizes.model.remat:
+            case "moe":  # not the last product, which nothing asks for
+                again = sizes.expert_flops(expert_rows=rows)
+                layers += again * (sizes.matrices - 1) / sizes.matrices
+            case "dots":
+                layers += sizes.score_flops(stack)
+            case "full":
+                layers += forward
+    return sizes.config.optim.accumulation * (layers + 3 * sizes.logits_flops())
 
 
 def model_flops(sizes: Sizes) -> float:
@@ -91,15 +101,23 @@ def model_flops(sizes: Sizes) -> float:
 
 def _traffic(sizes: Sizes, memory: Memory) -> float:
     """Bytes through one device's memory in a step."""
-    micros, numbers = sizes.config.optim.accumulation, held_parameters(sizes.config, sizes.shape)
+    micros, zero = sizes.config.optim.accumulation, sizes.shape.storage.zero
+    whole, part = (
+        parameter_numbers(sizes.config, sizes.shape, split=split) for split in (False, True)
+    )
     # A micro-batch reads the parameters, writes them in the dtype of compute, reads that in each
-    # pass and writes the gradient.
+    # pass and writes the gradient. With `zero` 3 it writes them twice, and reads a part.
     passes = 4 if sizes.model.remat == "full" else 3
-    of_weights = micros * numbers * ((1 + passes) * sizes.itemsize + 4)
-    of_weights += micros * memory.parameters
-    of_update = numbers * _ADAM_LIKE + 2 * memory.optimizer
-    kept = kept_without_remat(sizes)
-    return of_weights + of_update + micros * kept * (3 if sizes.model.remat == "full" else 2)
+    read = memory.parameters * (2 if zero == 3 else 1)
+    written = whole * sizes.itemsize * (2 if zero == 3 else 1)
+    gradients = whole * sizes.itemsize + part * 4 if zero >= 2 else whole * 4
+    of_weights = micros * (read + written + passes * whole * sizes.itemsize + gradients)
+    of_update = (part if zero else whole) * _ADAM_LIKE + 2 * memory.optimizer
+    if zero in (1, 2):  # what is gathered, and its move
+        of_update += 2 * memory.parameters
+    kept = sum(sizes.periods * whole_period(sizes, stack) for stack in sizes.stacks)
+    again = sum(sizes.periods * made_again(sizes, stack) for stack in sizes.stacks)
+    return of_weights + of_update + micros * (2 * kept + again)
 
 
 def send_seconds(
@@ -116,7 +134,7 @@ def send_seconds(
     go around a ring, which crosses between two nodes once for all devices that it has there; what
     each device sends to each other one crosses as often as it must.
     """
-    group, here = group_sizes(axes, shape, hardware)
+    group, here = group_sizes(axes, shape.sizes, hardware.devices_per_node)
     inside, between = hardware.inside, hardware.between
     if group == here:
         seconds = wire_bytes / (inside.bandwidth * LINK_SHARE) + runs * inside.latency
@@ -131,16 +149,27 @@ def send_seconds(
     return "between", max(at_home, crossing) / LINK_SHARE + runs * between.latency
 
 
-def group_sizes(axes: tuple[str, ...], shape: MeshShape, hardware: Hardware) -> tuple[int, int]:
+@cache
+def group_sizes(
+    axes: tuple[str, ...], sizes: tuple[int, int, int], devices_per_node: int
+) -> tuple[int, int]:
     """Devices that differ along these axes alone, and how many of them share a node.
 
     Devices are numbered with `model` fastest and `data` slowest, node by node.
+
+    Args:
+        sizes: of the mesh axes.
     """
-    strides: dict[str, int] = {DATA: shape.expert * shape.model, EXPERT: shape.model, MODEL: 1}
-    steps = [range(getattr(shape, axis)) for axis in axes]
+    size_of: dict[str, int] = dict(zip(AXES, sizes, strict=True))
+    strides: dict[str, int] = {
+        DATA: size_of[EXPERT] * size_of[MODEL],
+        EXPERT: size_of[MODEL],
+        MODEL: 1,
+    }
+    steps = [range(size_of[axis]) for axis in axes]
     numbers = [
         sum(place * strides[axis] for axis, place in zip(axes, places, strict=True))
         for places in product(*steps)
     ]
-    here = sum(number < hardware.devices_per_node for number in numbers)
+    here = sum(number < devices_per_node for number in numbers)
     return math.prod(map(len, steps)), here

@@ -1,34 +1,28 @@
-"""One compiled layout in detail: what fills a device, and what is sent when, over which link."""
+"""One layout in detail: what fills a device and what would make it less, what is sent and where."""
 
 import os
 from collections.abc import Iterator
+from dataclasses import replace
 
 from rich.table import Table
 
-from switchjax.plan.candidates import Candidate
+from switchjax.plan.candidates import Candidate, remats, storages
 from switchjax.plan.collectives import Collective
 from switchjax.plan.compiling import Program
 from switchjax.plan.hardware import Hardware
-from switchjax.plan.ranking import MEMORY_FRACTION, Row, timed_collectives
+from switchjax.plan.ranking import MEMORY_FRACTION, Row, estimate, timed_collectives
 from switchjax.plan.schedule import EXCHANGES
 
 _SMALL = 1e-6
 """Seconds: collectives that take less are counted, not listed."""
-
-ADVICE = {
-    "parameters": "more devices, or fewer or narrower experts",
-    "optimizer": "another optimizer (adafactor keeps least), or more devices",
-    "gradients": "more devices, or fewer or narrower experts",
-    "activations": "--model.remat full, more accumulation or shorter rows",
-    "buffers": "more accumulation or shorter rows",
-}
 
 
 def memory_table(row: Row, program: Program | None, hardware: Hardware) -> Table:
     """Bytes of a device by class."""
     out = Table("class", "GB", "of the device", "what would make it less", title="memory, GB")
     for name, size in vars(row.memory).items():
-        out.add_row(name, f"{size / 1e9:.2f}", f"{size / hardware.memory:.1%}", ADVICE[name])
+        share = f"{size / hardware.memory:.1%}"
+        out.add_row(name, f"{size / 1e9:.2f}", share, advice(name, row.candidate))
     out.add_section()
     total = row.memory.total
     out.add_row("all, by formula", f"{total / 1e9:.2f}", f"{total / hardware.memory:.1%}", "")
@@ -39,6 +33,58 @@ def memory_table(row: Row, program: Program | None, hardware: Hardware) -> Table
             ("all, by the compiler", program.device_bytes),
         ):
             out.add_row(name, f"{size / 1e9:.2f}", f"{size / hardware.memory:.1%}", "")
+    return out
+
+
+def advice(name: str, candidate: Candidate) -> str:
+    """What would make a class of memory less: the next key that this layout has not used up."""
+    shape, model = candidate.shape, candidate.config.model
+    zero = shape.storage.zero if shape.data > 1 else 3  # nothing to split
+    fewer = "more devices, or fewer or narrower experts"
+    match name:
+        case "parameters":
+            return "zero = 3 in the mesh file" if zero < 3 else fewer
+        case "optimizer" if zero < 1:
+            return "zero = 1 in the mesh file, or optim.optimizer adafactor, which keeps least"
+        case "optimizer":
+            return "optim.optimizer adafactor, which keeps least, or more devices"
+        case "gradients":
+            return "zero = 2 in the mesh file" if zero < 2 else fewer
+        case "gathered":
+            return "more of expert or model, which split it too"
+        case "activations" if model.remat != "full":
+            return "--model.remat full, more accumulation or shorter rows"
+        case _:
+            return "more accumulation or shorter rows"
+
+
+def rungs(candidate: Candidate) -> Iterator[tuple[str, Candidate]]:
+    """What could be set otherwise on this mesh, for memory: each name with the layout it gives."""
+    config, shape = candidate.config, candidate.shape
+    for storage in storages(shape.data) if shape.data > 1 else ():
+        changed = replace(shape, storage=replace(shape.storage, zero=storage.zero))
+        yield f"zero = {storage.zero}", replace(candidate, shape=changed)
+    for remat in remats(config):
+        changed = replace(config, model=replace(config.model, remat=remat))
+        yield f"remat {remat}", replace(candidate, config=changed)
+
+
+def rung_table(candidate: Candidate, hardware: Hardware) -> Table:
+    """Bytes of each class with each rung alone changed, by formula; `*` marks those in use."""
+    rows = [(name, estimate(changed, hardware)) for name, changed in rungs(candidate)]
+    classes = list(vars(rows[0][1].memory))
+    out = Table(title="what each rung would leave, GB by formula; * = in use")
+    out.add_column("rung")
+    for name in (*classes, "all", "fits", "step ms"):
+        out.add_column(name, justify="right")
+    kind = rows[0][0].split()[0]
+    for name, row in rows:
+        if name.split()[0] != kind:
+            out.add_section()
+        kind, used = name.split()[0], row.candidate == candidate
+        sizes = [f"{size / 1e9:.2f}" for size in (*vars(row.memory).values(), row.device_bytes)]
+        fits, step = "yes" if row.fits else "no", f"{row.cost.step * 1e3:.1f}"
+        out.add_row(f"{name}{' *' * used}", *sizes, fits, step)
     return out
 
 
@@ -94,4 +140,4 @@ def out_of_memory(row: Row, program: Program | None, hardware: Hardware) -> str:
     if program is not None:
         buffers = (f"{kind} {size / 1e9:.1f} GB" for size, kind, _ in program.largest[:3])
         said += f"; the largest arrays: {', '.join(buffers)}"
-    return f"{said}; less of them: {ADVICE[largest[0]]}"
+    return f"{said}; less of them: {advice(largest[0], row.candidate)}"

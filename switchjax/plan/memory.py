@@ -1,19 +1,20 @@
 """Bytes of one device in a train step, by class and by formula.
 
-Parameters and optimizer state are exact: shapes and layouts of the very state. Activations are what
-JAX keeps from the forward pass for the backward one; `remat` keeps a row of tokens a period, and
-computes one period's again when it is due.
+Parameters and optimizer state are exact: shapes and layouts of the very state. What is kept between
+the passes is in `activations`.
 """
 
 import math
 from dataclasses import dataclass, replace
 from functools import cache, partial
+from typing import NamedTuple
 
 import jax
 
 from switchjax.config import Experts, ModelConfig, OptimConfig, RunConfig
 from switchjax.layout import Layout
-from switchjax.mesh import Exchange, MeshShape, use_abstract_mesh
+from switchjax.mesh import Exchange, MeshShape, Storage, use_abstract_mesh
+from switchjax.plan.activations import all_peers, kept, made_again
 from switchjax.plan.sizes import Sizes, Stack
 from switchjax.saved_steps import named_leaves
 from switchjax.state import init_state
@@ -26,6 +27,9 @@ class Memory:
     parameters: float
     optimizer: float
     gradients: float
+    gathered: float
+    """Whole weights of what `zero` splits: of the period that is computed and their gradient, or
+    new parameters on their way, where they find no room that others have left."""
     activations: float
     """Kept from the forward pass for the backward pass."""
     buffers: float
@@ -33,58 +37,98 @@ class Memory:
 
     @property
     def total(self) -> float:
-        return self.parameters + self.optimizer + self.gradients + self.activations + self.buffers
+        return sum(vars(self).values())
 
 
 def memory(sizes: Sizes) -> Memory:
     """Bytes of one device."""
-    parameters, optimizer = state_bytes(sizes.config, sizes.shape)
-    numbers, micros = held_parameters(sizes.config, sizes.shape), sizes.config.optim.accumulation
-    kept = {stack.name: _kept(sizes, stack) for stack in sizes.stacks}
-    working = max(_period(sizes, stack) for stack in sizes.stacks)
+    config, shape = sizes.config, sizes.shape
+    parameters, optimizer = state_bytes(config, shape)
+    whole, part = (4 * parameter_numbers(config, shape, split=split) for split in (False, True))
+    micros = 2 if config.optim.accumulation > 1 else 1  # one micro-batch's beside the sum
+    gradients = micros * (part if shape.storage.zero >= 2 else whole)
+    activations = sum(kept(sizes, stack) for stack in sizes.stacks)
+    buffers = sum(
+        (
+            _logits(sizes),
+            _attention(sizes),
+            max(made_again(sizes, stack) for stack in sizes.stacks),
+            max(map(partial(_slower_way, sizes), sizes.stacks)),
+        )
+    )
     return Memory(
         parameters=parameters,
         optimizer=optimizer,
-        gradients=4 * numbers * (2 if micros > 1 else 1),  # one micro-batch's beside the sum
-        activations=sum(kept.values()),
-        buffers=sum(
-            (
-                _logits(sizes),
-                _attention(sizes),
-                working if sizes.model.remat == "full" else 0,
-                max(map(partial(_slower_way, sizes), sizes.stacks)),
-            )
-        ),
+        gradients=gradients,
+        gathered=_gathered(sizes, room=activations + buffers + gradients - part),
+        activations=activations,
+        buffers=buffers,
     )
 
 
 def state_bytes(config: RunConfig, shape: MeshShape) -> tuple[float, float]:
     """Of parameters and of the optimizer's state, on one device."""
-    sums = {"model": 0.0, "opt_state": 0.0}
-    # Neither of these changes the state; without them few configs are left to look at.
-    model, optim = replace(config.model, remat="none"), replace(config.optim, accumulation=1)
-    for part, axes, size in _arrays(model, optim, shape.exchange.experts):
-        sums[part] += size / math.prod(getattr(shape, axis) for axis in axes)
-    return sums["model"], sums["opt_state"]
+    found = _on_a_device(config, shape, shape.storage.zero)
+    return found.parameters, found.optimizer
 
 
-def held_parameters(config: RunConfig, shape: MeshShape) -> float:
-    """Parameters that one device holds, whatever their dtype."""
-    model = replace(config.model, param_dtype="float32")
-    return state_bytes(replace(config, model=model), shape)[0] / 4
+def parameter_numbers(config: RunConfig, shape: MeshShape, *, split: bool) -> float:
+    """How many parameters a device holds, if `data` splits them or not, whatever the mesh says."""
+    return _on_a_device(config, shape, 3 if split else 0).numbers
+
+
+class _State(NamedTuple):
+    parameters: float
+    optimizer: float
+    numbers: float
+    """Of the parameters."""
+
+
+def _on_a_device(config: RunConfig, shape: MeshShape, zero: int) -> _State:
+    model, optim = _plain(config.model, config.optim)
+    return _sums(model, optim, shape.exchange.experts, zero, shape.sizes)
+
+
+@cache
+def _plain(model: ModelConfig, optim: OptimConfig) -> tuple[ModelConfig, OptimConfig]:
+    """Without what does not change the state, so that few configs are left to look at."""
+    return replace(model, remat="none"), replace(optim, accumulation=1)
+
+
+@cache
+def _sums(
+    model: ModelConfig, optim: OptimConfig, experts: Experts, zero: int, sizes: tuple[int, ...]
+) -> _State:
+    shape = MeshShape(name="asked", **dict(zip(("data", "expert", "model"), sizes, strict=True)))
+    parameters = optimizer = numbers = 0.0
+    for part, axes, size, count in _arrays(model, optim, experts, zero):
+        devices = math.prod(getattr(shape, axis) for axis in axes)
+        if part == "model":
+            parameters += size / devices
+            numbers += count / devices
+        else:
+            optimizer += size / devices
+    return _State(parameters, optimizer, numbers)
 
 
 @cache
 def _arrays(
-    model: ModelConfig, optim: OptimConfig, experts: Experts
-) -> list[tuple[str, tuple[str, ...], float]]:
-    """Part, mesh axes that split it and bytes of the arrays of the state, those alike summed."""
+    model: ModelConfig, optim: OptimConfig, experts: Experts, zero: int
+) -> list[tuple[str, tuple[str, ...], float, float]]:
+    """Part, mesh axes that split it, bytes and numbers of the arrays of the state, those alike
+    summed."""
     config = RunConfig(model=model, optim=optim)
-    exchange = Exchange(experts=experts)
-    shape = MeshShape(name="one", data=1, expert=1, model=1, exchange=exchange)
+    shape = MeshShape(
+        name="one",
+        data=1,
+        expert=1,
+        model=1,
+        exchange=Exchange(experts=experts),
+        storage=Storage(zero=zero),
+    )
     with use_abstract_mesh(shape):
         state = jax.eval_shape(partial(init_state, config, Layout.of(shape)))
-    sums: dict[tuple[str, tuple[str, ...]], float] = {}
+    sums: dict[tuple[str, tuple[str, ...]], tuple[float, float]] = {}
     for name, leaf in named_leaves(state).items():
         part = name.split(".")[0]
         if part not in ("model", "opt_state"):
@@ -93,59 +137,38 @@ def _arrays(
         for entry in leaf.sharding.spec if leaf.sharding is not None else ():
             axes += entry if isinstance(entry, tuple) else [entry] * (entry is not None)
         at = part, tuple(sorted(axes))
-        sums[at] = sums.get(at, 0.0) + leaf.size * leaf.dtype.itemsize
-    return [(part, axes, size) for (part, axes), size in sums.items()]
+        size, count = sums.get(at, (0.0, 0.0))
+        sums[at] = size + leaf.size * leaf.dtype.itemsize, count + leaf.size
+    return [(*at, size, count) for at, (size, count) in sums.items()]
 
 
-def kept_without_remat(sizes: Sizes) -> float:
-    """What all periods of all stacks keep if nothing is computed again: a measure of traffic."""
-    return sizes.periods * sum(_period(sizes, stack) for stack in sizes.stacks)
+def gathered_bytes(config: RunConfig, shape: MeshShape) -> float:
+    """Of the parameters, as the state holds them, what other devices of `data` send in a gather."""
+    whole, parts = (_on_a_device(config, shape, zero).parameters for zero in (0, 3))
+    return whole - parts
 
 
-def _kept(sizes: Sizes, stack: Stack) -> float:
-    """From the forward pass of a stack until its backward pass."""
-    unit = stack.tokens * sizes.model.d_model * sizes.itemsize
-    return sizes.periods * (unit if sizes.model.remat == "full" else _period(sizes, stack)) + unit
+def _gathered(sizes: Sizes, *, room: float) -> float:
+    """Of the period that is computed, weights in the dtype of compute and their gradient; or after
+    the step all new parameters, which are moved to their place once they are there.
 
-
-def _period(sizes: Sizes, stack: Stack) -> float:
-    """What one period keeps for its own backward pass.
-
-    In numbers of tokens * width and the like; counted in programs compiled for GPUs.
+    Args:
+        room: bytes that are free by then, when of gradients parts are left.
     """
-    model, c = sizes.model, sizes.itemsize
-    t, D, every = stack.tokens, model.d_model, max(model.moe_every, 1)
-    norms = 3 if stack.context else 2
-    dropped = 1 if model.dropout else 0  # a mask is a byte
-    a_layer = norms * t * D * (2.5 + 0.6 * dropped) * 4  # norms work in float32
-    a_layer += 1.5 * t * D * c + norms * dropped * t * D
-    scores = stack.tokens // stack.length * (model.num_heads // sizes.shape.model) * stack.length
-    a_layer += scores * stack.length * (4 + c) + 4 * t * sizes.heads * c
-    if stack.context:
-        rows = stack.tokens // stack.length
-        a_layer += scores * (stack.context // rows) * (4 + c)
-        a_layer += 2 * (t + stack.context) * sizes.heads * c
-    dense = t * sizes.hidden * (c * (sizes.matrices - 1) + 1 + dropped)
-    total = every * a_layer + (every - (model.moe_every > 0)) * dense
-    if model.moe_every:
-        rows = sizes.expert_rows(stack)
-        total += rows * sizes.expert_hidden * (c * (sizes.matrices - 1 + dropped) + 1)
-        total += rows * D * c + t * D * 4 + 3 * t * model.num_experts * 4
-        exchange = sizes.shape.exchange
-        if exchange.dispatcher == "all_gather" and exchange.buffer is None:
-            total += _all_peers(sizes, stack)
-    return total
-
-
-def _all_peers(sizes: Sizes, stack: Stack) -> float:
-    """The tokens of all devices of the expert axis, and results for them."""
-    return 2 * stack.tokens * sizes.shape.expert * sizes.model.d_model * sizes.itemsize
+    zero = sizes.shape.storage.zero
+    if zero == 0:
+        return 0.0
+    if zero < 3:
+        whole = _on_a_device(sizes.config, sizes.shape, 0).parameters
+        return max(0.0, whole - room)
+    period = max(sizes.period_weights(stack) for stack in sizes.stacks)
+    return (2 * period + sizes.table_weights) * sizes.itemsize
 
 
 def _slower_way(sizes: Sizes, stack: Stack) -> float:
     """Room for what `ragged` does where its buffer is too small, taken or not."""
     ragged = sizes.shape.exchange.dispatcher == "ragged" and sizes.shape.expert > 1
-    return _all_peers(sizes, stack) if ragged else 0.0
+    return all_peers(sizes, stack) if ragged else 0.0
 
 
 def _logits(sizes: Sizes) -> float:

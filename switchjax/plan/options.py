@@ -34,7 +34,8 @@ class PlanConfig:
     picture: str | None = None
     """PNG to draw: time by part of each layout."""
     explain: bool = False
-    """With --mesh: what fills a device, and everything that is sent."""
+    """With --mesh: what fills a device, what each rung of ZeRO and remat would leave of it, and
+    everything that is sent."""
     loads: str | None = None
     """Run whose measured loads say how many choices will drop."""
 

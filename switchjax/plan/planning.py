@@ -183,6 +183,7 @@ def _explain(
     program = answer if isinstance(answer, Program) else None
     if in_full:
         console.print(explain.memory_table(row, program, hardware))
+        console.print(explain.rung_table(row.candidate, hardware))
         if program is not None:
             console.print(explain.collective_table(row.candidate, program, hardware))
             for size, kind, origin in program.largest:

@@ -2,6 +2,8 @@
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
+from functools import partial
+from itertools import groupby
 from typing import NamedTuple
 
 from switchjax.config import RunConfig
@@ -100,15 +102,39 @@ def layouts_by_formula(config: RunConfig, num_devices: int, hardware: Hardware) 
 
 
 def by_formula(found: Iterable[Candidate], hardware: Hardware) -> list[Row]:
-    """The best of these for each mesh, in order."""
-    return best_of_each(ranked(estimate(candidate, hardware) for candidate in found))
+    """The best of these for each mesh, in order.
+
+    More micro-batches never make a step shorter, so of candidates that differ in nothing else, and
+    stand next to each other, only the first that fits is looked for.
+    """
+    rows = []
+    for _, same in groupby(found, lambda c: (c.shape, c.config.model.remat)):
+        rows += _first_that_fits(list(same), hardware)
+    return best_of_each(ranked(rows))
+
+
+def _first_that_fits(candidates: list[Candidate], hardware: Hardware) -> list[Row]:
+    """Of candidates that take ever less memory; the first and the last if none fits."""
+    first, *others = (partial(estimate, candidate, hardware) for candidate in candidates)
+    row = first()
+    if row.fits or not others:
+        return [row]
+    last = others[-1]()
+    if not last.fits:
+        return [row, last]
+    while len(others) > 1:
+        middle = len(others) // 2
+        row = others[middle - 1]()
+        others, last = (others[:middle], row) if row.fits else (others[middle:], last)
+    return [last]
 
 
 def best_of_each(rows: Iterable[Row]) -> list[Row]:
-    """Of the ways to run each mesh file (remat, accumulation), the first; `rows` are ranked."""
+    """Of the ways to run each mesh (ZeRO, remat, accumulation), the first; `rows` are ranked."""
     first: dict[object, Row] = {}
     for row in rows:
-        first.setdefault(row.candidate.shape, row)
+        shape = row.candidate.shape
+        first.setdefault((shape.sizes, shape.exchange), row)
     return list(first.values())
 
 

@@ -11,7 +11,8 @@ matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 from rich.table import Table
 
-from switchjax.mesh import Exchange, MeshShape
+from switchjax.mesh import MeshShape
+from switchjax.plan.candidates import unusual
 from switchjax.plan.hardware import Hardware
 from switchjax.plan.ranking import MEMORY_FRACTION, Row
 
@@ -65,6 +66,7 @@ def as_json(row: Row) -> dict[str, Any]:
         "layout": candidate.name,
         "mesh": {axis: getattr(candidate.shape, axis) for axis in ("data", "expert", "model")},
         "exchange": asdict(candidate.shape.exchange),
+        "storage": asdict(candidate.shape.storage),
         "remat": candidate.config.model.remat,
         "accumulation": candidate.config.optim.accumulation,
         "compiled": row.compiled,
@@ -139,19 +141,17 @@ def mesh_file(shape: MeshShape, said: str) -> str:
     """The text of a mesh file, after a line that says where it comes from."""
     lines = [f"# {said}"]
     lines += [f"{axis} = {getattr(shape, axis)}" for axis in ("data", "expert", "model")]
-    lines += [f"{name} = {value!r}".replace("'", '"') for name, value in _unusual(shape)]
+    lines += [f"{name} = {value!r}".replace("'", '"') for name, value in _unusual(shape).items()]
     return "\n".join(lines) + "\n"
 
 
 def mesh_words(shape: MeshShape) -> str:
     """The mesh as `--mesh` takes it without a file."""
-    return ",".join([f"{shape}", *(f"{name}={value}" for name, value in _unusual(shape))])
+    return ",".join([f"{shape}", *(f"{name}={value}" for name, value in _unusual(shape).items())])
 
 
-def _unusual(shape: MeshShape) -> list[tuple[str, Any]]:
-    """What of the exchange differs from the defaults."""
-    usual = asdict(Exchange())
-    return [(n, value) for n, value in asdict(shape.exchange).items() if value != usual[n]]
+def _unusual(shape: MeshShape) -> dict[str, object]:
+    return unusual(shape.exchange) | unusual(shape.storage)
 
 
 def how_to_run(row: Row, mesh: str) -> str:

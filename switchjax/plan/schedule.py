@@ -101,6 +101,15 @@ def matmul_flops(instruction: Instruction, computation: Computation) -> int:
     return 2 * out.elements * math.prod(lhs.shape[dim] for dim in contracted)
 
 
+def program_flops(text: str) -> int:
+    """Of all matrix products of one run of a program, by one device; of both branches of a
+    conditional, and once of what stands in a loop of unknown length."""
+    return sum(
+        (visit.runs or 1) * matmul_flops(visit.instruction, visit.computation)
+        for visit in visits(parse(text))
+    )
+
+
 def _matmuls(program: Program, visit: Visit) -> list[tuple[int, str]]:
     """FLOPs and name of each matmul that is launched while the collective is under way.
 

@@ -4,7 +4,7 @@ One micro-batch, matrix products as they run. `memory`, `wire` and `cost` build 
 """
 
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cache, cached_property
 
 import jax.numpy as jnp
 
@@ -13,9 +13,9 @@ from switchjax.data.pipeline import row_lengths
 from switchjax.mesh import MeshShape
 from switchjax.moe.routing import capacity
 
-_RAGGED_BUFFER = (
-    2.0  # rows of a ragged buffer over its fair share, as the dispatcher has by default
-)
+# Rows of a ragged buffer over its fair share, as the dispatcher has by default.
+_RAGGED_BUFFER = 2.0
+_capacity = cache(capacity)  # thousands of layouts ask for few
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,6 +68,12 @@ class Sizes:
         """Bytes of a number in compute."""
         return jnp.dtype(self.model.dtype).itemsize
 
+    @cached_property
+    def reduce_itemsize(self) -> int:
+        """Bytes of a number of a gradient that is summed over devices."""
+        dtype = self.shape.storage.reduce_dtype
+        return self.itemsize if dtype == "compute" else jnp.dtype(dtype).itemsize
+
     @property
     def heads(self) -> int:
         """Attention heads on this device, times their width."""
@@ -113,6 +119,37 @@ class Sizes:
         """Of one stack."""
         return self.model.num_layers - self.switch_layers
 
+    def attention_weights(self, stack: Stack) -> int:
+        """Numbers of one layer, whole over `data`, as the next three."""
+        return 4 * self.model.d_model * self.heads * (2 if stack.context else 1)
+
+    @property
+    def dense_weights(self) -> int:
+        """Of one dense feed-forward layer."""
+        return self.matrices * self.model.d_model * self.hidden
+
+    @property
+    def expert_weights(self) -> int:
+        """Of this device's experts in one Switch layer."""
+        return self.experts * self.matrices * self.model.d_model * self.expert_hidden
+
+    @property
+    def table_weights(self) -> int:
+        """Of one table of embeddings."""
+        return self.model.vocab_size // self.shape.model * self.model.d_model
+
+    @property
+    def router_weights(self) -> int:
+        """Of one Switch layer; in float32 always."""
+        return self.model.d_model * self.model.num_experts
+
+    def period_weights(self, stack: Stack) -> int:
+        """Of one period, but for the router's."""
+        switch = min(self.model.moe_every, 1)
+        dense = max(self.model.moe_every, 1) - switch
+        attention = (dense + switch) * self.attention_weights(stack)
+        return attention + dense * self.dense_weights + switch * self.expert_weights
+
     def group(self, stack: Stack) -> int:
         """Tokens that compete for the same slots."""
         return self.model.group_size or stack.length
@@ -120,7 +157,7 @@ class Sizes:
     def slots(self, stack: Stack) -> int:
         """Of one expert in one group."""
         model = self.model
-        return capacity(self.group(stack), model.num_experts, model.top_k, model.capacity_factor)
+        return _capacity(self.group(stack), model.num_experts, model.top_k, model.capacity_factor)
 
     def expert_rows(self, stack: Stack) -> int:
         """Rows that this device's experts compute in one Switch layer, empty slots included."""
@@ -133,15 +170,24 @@ class Sizes:
     def forward_flops(self, stack: Stack, *, expert_rows: float) -> float:
         """Of the layers of a stack, for one micro-batch on this device; 2 a multiply-add."""
         D, t = self.model.d_model, stack.tokens
-        attention = 8 * t * D * self.heads + 4 * t * stack.length * self.heads
+        attention = 8 * t * D * self.heads
         if stack.context:
-            projections = 4 * (t + stack.context) * D * self.heads
-            attention += projections + 4 * t * (stack.context // self.rows) * self.heads
+            attention += 4 * (t + stack.context) * D * self.heads
         dense = 2 * self.matrices * t * D * self.hidden
-        switch = 2 * t * D * self.model.num_experts
-        switch += 2 * self.matrices * expert_rows * D * self.expert_hidden
-        layers = self.model.num_layers
-        return layers * attention + self.dense_layers * dense + self.switch_layers * switch
+        layers = self.model.num_layers * attention + self.dense_layers * dense
+        layers += self.switch_layers * 2 * t * D * self.model.num_experts
+        experts = self.expert_flops(expert_rows=expert_rows)
+        return layers + self.score_flops(stack) + experts
+
+    def score_flops(self, stack: Stack) -> float:
+        """Of those, the products of attention without a weight."""
+        keys = stack.length + stack.context // self.rows
+        return self.model.num_layers * 4 * stack.tokens * keys * self.heads
+
+    def expert_flops(self, *, expert_rows: float) -> float:
+        """Of those, the experts'."""
+        a_layer = 2 * self.matrices * expert_rows * self.model.d_model * self.expert_hidden
+        return self.switch_layers * a_layer
 
     def logits_flops(self) -> float:
         """Of the product with the embedding."""

@@ -1,18 +1,18 @@
 """What a train step sends, by formula: each collective with its mesh axes, bytes and number.
 
 As XLA compiles the step for GPUs, which `collectives` reads off the program itself: a reduction
-follows each product over a split dim, gradients are summed in the dtype of compute inside the
-backward loop, and what `remat` computes again it sends again.
+follows each product over a split dim, gradients are summed inside the backward loop, for each
+micro-batch, and what `remat` computes again it sends again.
 """
 
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from switchjax.axes import DATA, EXPERT, MODEL
+from switchjax.axes import DATA, EXPERT, MODEL, TOKENS
 from switchjax.plan.exchange import exchange_bytes
+from switchjax.plan.memory import gathered_bytes
 from switchjax.plan.sizes import Sizes, Stack
 
-_POSITION_BUCKETS = 32  # of T5's relative positions
 _KINDS = {"all_to_all": "all-to-all", "all_gather": "all-gather", "ragged": "ragged-all-to-all"}
 
 
@@ -31,13 +31,26 @@ class Send:
 
 def sends(sizes: Sizes) -> list[Send]:
     """All that one device sends in a step, but for scalars and statistics."""
-    found = [*_activations(sizes), *_exchanges(sizes), *_gradients(sizes)]
+    found = [*_activations(sizes), *_exchanges(sizes), *_gradients(sizes), *_weights(sizes)]
     return [send for send in found if send.wire_bytes]
 
 
 def all_reduce_bytes(size: float, devices: int) -> float:
     """Bytes that one of a ring of devices sends to sum `size` bytes."""
-    return 2 * size * (devices - 1) / devices
+    return 2 * scattered_bytes(size, devices)
+
+
+def scattered_bytes(size: float, devices: int) -> float:
+    """Bytes that one device sends to sum `size` bytes where each gets its part, or to gather."""
+    return size * (devices - 1) / devices
+
+
+def sums_once(sizes: Sizes) -> bool:
+    """Whether a stack's gradient of what all its layers see is summed after the last of them.
+
+    XLA moves the sum out of a backward loop that computes again, and no other.
+    """
+    return sizes.model.remat in ("dots", "full") or sizes.shape.storage.zero == 3
 
 
 def _activations(sizes: Sizes) -> Iterator[Send]:
@@ -56,7 +69,7 @@ def _activations(sizes: Sizes) -> Iterator[Send]:
         size, runs = size + count * unit, runs + count
         if stack.context:  # gradients of the encoder's output, from keys and from values
             of_context = stack.context * D * sizes.itemsize
-            times = 1 if again else 2 * model.num_layers
+            times = 1 if sums_once(sizes) else 2 * model.num_layers
             size, runs = size + times * of_context, runs + times
         size, runs = size + unit, runs + 1  # rows of the split embedding
     size, runs = size + sizes.stacks[-1].tokens * D * 4, runs + 1  # gradient of the last norm
@@ -95,42 +108,97 @@ def _exchange(sizes: Sizes, stack: Stack) -> float:
 
 
 def _gradients(sizes: Sizes) -> Iterator[Send]:
-    """Sums over the devices that hold the same parameters."""
-    shape, micros = sizes.shape, sizes.config.optim.accumulation
-    over = tuple(axis for axis in (DATA, EXPERT) if getattr(shape, axis) > 1)
-    size, runs = _shared_bytes(sizes)
-    yield Send(
-        purpose="gradients",
-        kind="all-reduce",
-        axes=over,
-        wire_bytes=micros * all_reduce_bytes(size, shape.data * shape.expert),
-        runs=micros * runs,
-    )
-    weights = sizes.experts * sizes.matrices * sizes.model.d_model * sizes.expert_hidden
-    layers = sizes.switch_layers * len(sizes.stacks)
-    yield Send(
-        purpose="gradients of experts",
-        kind="all-reduce",
-        axes=(DATA,),
-        wire_bytes=micros * all_reduce_bytes(layers * weights * sizes.itemsize, shape.data),
-        runs=micros * layers,
-    )
+    """Sums over the devices that hold the same weights; from `zero` 2 on each has a part of them.
+
+    The sum over `data` comes first then, and that over `expert` is of parts.
+    """
+    shape, micros, num_stacks = sizes.shape, sizes.config.optim.accumulation, len(sizes.stacks)
+    over = tuple(axis for axis in TOKENS if getattr(shape, axis) > 1)
+    num_layers, num_periods = sizes.switch_layers * num_stacks, sizes.periods * num_stacks
+    experts = num_layers * sizes.expert_weights * sizes.reduce_itemsize
+    layers, tables = _layer_gradients(sizes), _table_gradients(sizes)
+    whole = _whole_gradients(sizes)
+
+    def sent(purpose: str, kind: str, axes: tuple[str, ...], size: float, runs: int) -> Send:
+        return Send(
+            purpose=purpose, kind=kind, axes=axes, wire_bytes=micros * size, runs=micros * runs
+        )
+
+    if shape.storage.zero < 2:
+        summed = all_reduce_bytes(layers + tables + whole, shape.data * shape.expert)
+        yield sent("gradients", "all-reduce", over, summed, 1 + 2 * num_stacks + num_periods)
+        summed = all_reduce_bytes(experts, shape.data)
+        yield sent("gradients of experts", "all-reduce", (DATA,), summed, num_layers)
+        return
+    scattered = scattered_bytes(layers + tables, shape.data)
+    yield sent("gradients", "reduce-scatter", (DATA,), scattered, num_periods + 1 + num_stacks)
+    scattered = scattered_bytes(experts, shape.data)
+    yield sent("gradients of experts", "reduce-scatter", (DATA,), scattered, num_layers)
+    # XLA adds all parts of the tables before it sums them, in float32, once a step.
+    tables = 4 * sizes.table_weights * (1 if sizes.model.tied_embeddings else 2) / micros
+    summed = all_reduce_bytes((layers + tables) / shape.data, shape.expert)
+    yield sent("gradients", "all-reduce", (EXPERT,), summed, num_periods + 1)
+    summed = all_reduce_bytes(whole, shape.data * shape.expert)
+    yield sent("gradients", "all-reduce", over, summed, num_stacks)
 
 
-def _shared_bytes(sizes: Sizes) -> tuple[float, int]:
-    """Gradients of all but the experts, as they are summed, and in how many collectives."""
-    model, c = sizes.model, sizes.itemsize
-    D, m = model.d_model, sizes.shape.model
-    embedding = model.vocab_size // m * D
-    size, runs = embedding * 4.0, 1  # of the logits
+def _layer_gradients(sizes: Sizes) -> float:
+    """Bytes of what is summed over all that hold tokens, of layers: no expert's."""
+    r = sizes.reduce_itemsize
+    of_router = 4 if sizes.shape.storage.reduce_dtype == "compute" else r
+    size = 0.0
     for stack in sizes.stacks:
-        attention = 4 * D * sizes.heads * (2 if stack.context else 1)
-        dense = sizes.matrices * D * sizes.hidden
-        size += (model.num_layers * attention + sizes.dense_layers * dense) * c
-        size += sizes.switch_layers * D * model.num_experts * 4  # the router
-        size += embedding * c  # of the tokens going in
-        if model.architecture == "encoder_decoder":  # as biases [heads, length, length]
-            times = 1 if model.remat == "full" else model.num_layers
-            size += times * model.num_heads // m * stack.length**2 * 4
-        runs += 2 + 2 * model.num_layers
-    return size, runs
+        size += sizes.model.num_layers * sizes.attention_weights(stack) * r
+        size += sizes.dense_layers * sizes.dense_weights * r
+        size += sizes.switch_layers * sizes.router_weights * of_router
+    return size
+
+
+def _table_gradients(sizes: Sizes) -> float:
+    """Bytes of embeddings, summed for the logits and for what goes into each stack."""
+    storage, r = sizes.shape.storage, sizes.reduce_itemsize
+    # Where nobody says otherwise, JAX sums what the logits' float32 product gives.
+    as_computed = storage.reduce_dtype == "compute" and storage.zero < 2
+    return sizes.table_weights * ((4 if as_computed else r) + len(sizes.stacks) * r)
+
+
+def _whole_gradients(sizes: Sizes) -> float:
+    """Bytes of what `zero` does not split, in float32: norms, and T5's relative positions.
+
+    Those are summed as biases [heads, length, length].
+    """
+    model, heads = sizes.model, sizes.model.num_heads // sizes.shape.model
+    size = 0.0
+    for stack in sizes.stacks:
+        norms = model.num_layers * (3 if stack.context else 2) + 1
+        size += 4 * norms * model.d_model
+        if model.architecture == "encoder_decoder":
+            times = 1 if sums_once(sizes) else model.num_layers
+            size += 4 * times * heads * stack.length**2
+    return size
+
+
+def _weights(sizes: Sizes) -> Iterator[Send]:
+    """Gathers of what `zero` splits: new parameters, or with 3 the weights of each period."""
+    shape, micros = sizes.shape, sizes.config.optim.accumulation
+    match shape.storage.zero:
+        case 0:
+            return
+        case 1 | 2:
+            size, runs = gathered_bytes(sizes.config, shape), 3
+        case _:
+            # In the forward pass and again in the backward pass; embeddings once.
+            size = micros * scattered_bytes(_gathered_for_use(sizes), shape.data)
+            runs = micros * (2 * sizes.periods * len(sizes.stacks) + 1)
+    yield Send(purpose="weights", kind="all-gather", axes=(DATA,), wire_bytes=size, runs=runs)
+
+
+def _gathered_for_use(sizes: Sizes) -> float:
+    """Bytes of the whole weights that a micro-batch gathers."""
+    c, layers = sizes.itemsize, 0.0
+    for stack in sizes.stacks:
+        layers += sizes.model.num_layers * sizes.attention_weights(stack) * c
+        layers += sizes.dense_layers * sizes.dense_weights * c
+        layers += sizes.switch_layers * (sizes.expert_weights * c + sizes.router_weights * 4)
+    tables = 1 if sizes.model.tied_embeddings else 2
+    return 2 * layers + tables * sizes.table_weights * c

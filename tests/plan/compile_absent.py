@@ -1,6 +1,6 @@
 """Run in a process of its own: compiles train steps for 16 absent H200, prints what they send.
 
-python compile_absent.py small | large | both
+python compile_absent.py small | large
 """
 
 import json
@@ -10,14 +10,14 @@ from dataclasses import asdict, replace
 
 import jax
 
-from switchjax.config import DataConfig, ModelConfig, OptimConfig, RunConfig
+from switchjax.config import DataConfig, ModelConfig, RunConfig
 from switchjax.layout import Layout
 from switchjax.mesh import read_mesh
 from switchjax.plan.absent import absent_mesh, compile_train_step
 from switchjax.plan.collectives import collectives
 from switchjax.plan.hardware import read_hardware
-from switchjax.plan.hlo import in_scope, parse, visits
-from switchjax.plan.schedule import matmul_flops, overlapped_share, overlaps
+from switchjax.plan.hlo import in_scope
+from switchjax.plan.schedule import overlapped_share, overlaps, program_flops
 
 SMALL = RunConfig(
     model=ModelConfig(
@@ -40,22 +40,6 @@ LARGE = RunConfig(
     model=replace(SMALL.model, d_model=1024, d_ff=4096, num_heads=16, d_kv=64, num_layers=2),
     data=DataConfig(batch_size=512, sequence_length=512),
 )
-# Encoder and decoder, layers computed again in the backward pass, micro-batches.
-BOTH = RunConfig(
-    model=replace(
-        SMALL.model,
-        architecture="encoder_decoder",
-        vocab_size=1024,
-        d_model=256,
-        d_ff=1024,
-        num_heads=4,
-        d_kv=64,
-        dropout=0.1,
-        remat="full",
-    ),
-    data=DataConfig(batch_size=256, sequence_length=256),
-    optim=OptimConfig(accumulation=2),
-)
 MESHES = {
     "small": [
         "data2_expert8",
@@ -66,20 +50,11 @@ MESHES = {
         "data=8,expert=2,zero=3,hot_experts=8",
     ],
     "large": ["data2_expert8", "data2_expert8,chunks=2", "data2_expert8,chunks=4"],
-    "both": ["data=2,expert=4,model=2", "data=4,model=4,experts=folded,dispatcher=local"],
 }
-CONFIGS = {"small": SMALL, "large": LARGE, "both": BOTH}
+CONFIGS = {"small": SMALL, "large": LARGE}
 
 
 H200 = read_hardware("h200")
-
-
-def program_flops(text: str) -> int:
-    """Of all matrix products of one run of the program."""
-    return sum(
-        (visit.runs or 1) * matmul_flops(visit.instruction, visit.computation)
-        for visit in visits(parse(text))
-    )
 
 
 def report(config: RunConfig, mesh: str) -> dict:

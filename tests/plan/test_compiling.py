@@ -104,6 +104,10 @@ def test_one_mesh_explained(program, capsys):
         "all-to-all",
         "wire.py:",
         "tokens:",
+        "zero = 0 *",
+        "zero = 3 ",
+        "remat none *",
+        "remat full ",
     ):
         assert words in said, words
     assert f"{program.largest[0][1]}" in said

@@ -2,6 +2,7 @@
 
 import json
 from dataclasses import replace
+from functools import cache
 from io import StringIO
 
 import builders
@@ -11,32 +12,37 @@ from rich.console import Console
 from switchjax.config import DataConfig, RunConfig
 from switchjax.errors import UserError
 from switchjax.mesh import read_mesh
-from switchjax.plan import report
-from switchjax.plan.candidates import candidates
+from switchjax.plan import explain, report
+from switchjax.plan.candidates import Candidate, candidates
 from switchjax.plan.cost import LINK_SHARE, group_sizes, send_seconds
 from switchjax.plan.drops import expected_drops, measured_loads
 from switchjax.plan.hardware import read_hardware
 from switchjax.plan.planning import _number
-from switchjax.plan.ranking import best_of_each, estimate, ranked
+from switchjax.plan.ranking import best_of_each, by_formula, estimate, ranked
 from switchjax.plan.sizes import Sizes
 
 H200 = read_hardware("h200")
 MODEL = replace(
     builders.MODEL, d_model=256, d_ff=1024, num_heads=4, d_kv=64, vocab_size=1024, dtype="bfloat16"
 )
-CONFIG = RunConfig(model=MODEL, data=DataConfig(batch_size=64, sequence_length=256))
+CONFIG = RunConfig(model=MODEL, data=DataConfig(batch_size=16, sequence_length=256))
+FOUND = candidates(CONFIG, 16, H200)
 
 
-def rows(config=CONFIG, devices=16, hardware=H200):
-    found = candidates(config, devices, hardware)
-    return ranked(estimate(candidate, hardware) for candidate in found)
+def rows_on(hardware):
+    return ranked(estimate(candidate, hardware) for candidate in FOUND)
+
+
+@cache
+def rows():
+    return rows_on(H200)
 
 
 # --- What there is to choose from -----------------------------------------------------------
 
 
 def test_candidates_divide_and_differ():
-    found = candidates(CONFIG, 16, H200)
+    found = FOUND
     assert len({(c.shape, c.config.model.remat, c.config.optim.accumulation) for c in found}) == (
         len(found)
     )
@@ -51,7 +57,9 @@ def test_candidates_divide_and_differ():
         assert shape.exchange.experts == "separate" or shape.model > 1
     kinds = {(c.shape.exchange.experts, c.shape.exchange.dispatcher) for c in found}
     assert len(kinds) == 2 * 4
-    assert {c.config.model.remat for c in found} == {"none", "full"}
+    assert {c.config.model.remat for c in found} == {"none", "moe", "dots", "full"}
+    assert {c.shape.storage.zero for c in found if c.shape.data > 1} == {0, 1, 2, 3}
+    assert {c.shape.storage.zero for c in found if c.shape.data == 1} == {0}
     assert {c.config.optim.accumulation for c in found} >= {1, 2, 4}
 
 
@@ -83,7 +91,7 @@ def test_nothing_divides():
     ],
 )
 def test_who_shares_a_node(mesh, axes, group, here):
-    assert group_sizes(axes, read_mesh(mesh), H200) == (group, here)
+    assert group_sizes(axes, read_mesh(mesh).sizes, 8) == (group, here)
 
 
 def test_seconds_by_hand():
@@ -118,14 +126,14 @@ def test_order_is_by_time_among_those_that_fit():
         cost = row.cost
         assert cost.step == max(cost.compute, cost.memory) + sum(cost.sending.values())
         assert 0 < row.utilisation < 1 and 0 <= row.sending_share < 1
-        tokens = 64 * (256 + 58)  # a decoder row has 58
+        tokens = 16 * (256 + 58)  # a decoder row has 58
         assert row.tokens_per_second == pytest.approx(tokens / cost.step, rel=0.01)
 
 
 def test_what_does_not_fit_comes_last():
     sizes = sorted(row.device_bytes for row in rows())
     small = replace(H200, memory=int(sizes[len(sizes) // 2]))
-    found = rows(hardware=small)
+    found = rows_on(small)
     fits = [row.fits for row in found]
     assert fits == sorted(fits, reverse=True) and {True, False} == set(fits)
     beyond = [row.device_bytes for row in found if not row.fits]
@@ -134,15 +142,74 @@ def test_what_does_not_fit_comes_last():
 
 def test_one_row_a_mesh():
     first = best_of_each(rows())
-    assert len({row.candidate.shape for row in first}) == len(first)
+    shapes = [row.candidate.shape for row in first]
+    assert len({(shape.sizes, shape.exchange) for shape in shapes}) == len(first)
     assert first[0] == rows()[0]
+
+
+def test_what_is_passed_over_would_not_come_first():
+    """With memory for all, for some and for none: the same rows as when all are estimated."""
+    sizes = sorted(row.device_bytes for row in rows())
+    for memory in (sizes[-1] * 2, sizes[len(sizes) // 3], sizes[len(sizes) // 20], sizes[0] / 2):
+        hardware = replace(H200, memory=int(memory))
+        assert by_formula(FOUND, hardware) == best_of_each(rows_on(hardware))
 
 
 def test_a_faster_network_never_slows_a_step():
     fast = replace(H200, between=replace(H200.between, bandwidth=400e9))
     slow = {row.candidate.name: row.cost.step for row in rows()}
-    for row in rows(hardware=fast):
+    for row in rows_on(fast):
         assert row.cost.step <= slow[row.candidate.name]
+
+
+# --- The ladder of memory ------------------------------------------------------------------
+
+
+def ladder(mesh, **changes):
+    """Memory by the name of each rung."""
+    config = replace(CONFIG, **changes)
+    candidate = Candidate(config=config, shape=read_mesh(mesh))
+    return {name: estimate(rung, H200).memory for name, rung in explain.rungs(candidate)}
+
+
+def test_zero_divides_a_class_by_the_data_degree():
+    """But for norms and positions, which stay whole."""
+    found = ladder("data=8,expert=2")
+    assert [name for name in found if "zero" in name] == [f"zero = {n}" for n in range(4)]
+    whole = found["zero = 0"]
+    for zero in range(4):
+        used = found[f"zero = {zero}"]
+        for name, first in (("optimizer", 1), ("gradients", 2), ("parameters", 3)):
+            share = getattr(used, name) / getattr(whole, name)
+            assert share == pytest.approx(1 / 8 if zero >= first else 1, rel=0.02), (name, zero)
+        assert (used.gathered > 0) == (zero == 3)
+    assert not any("zero" in name for name in ladder("expert=8,model=2"))
+
+
+def test_remat_keeps_ever_less():
+    found = ladder("data=8,expert=2")
+    kept = [found[f"remat {remat}"].activations for remat in ("none", "moe", "dots", "full")]
+    assert kept == sorted(kept, reverse=True) and kept[3] < 0.25 * kept[0]
+    dense = ladder("data=16,dispatcher=local", model=replace(MODEL, moe_every=0))
+    assert "remat moe" not in dense and "remat dots" in dense
+
+
+@pytest.mark.parametrize(
+    ("name", "mesh", "said"),
+    [
+        ("parameters", "data=8,expert=2,zero=2", "zero = 3 in the mesh file"),
+        ("parameters", "data=8,expert=2,zero=3", "more devices"),
+        ("parameters", "expert=8,model=2", "more devices"),
+        ("optimizer", "data=8,expert=2", "zero = 1 in the mesh file"),
+        ("optimizer", "data=8,expert=2,zero=1", "optim.optimizer adafactor"),
+        ("gradients", "data=8,expert=2,zero=1", "zero = 2 in the mesh file"),
+        ("activations", "data=8,expert=2", "--model.remat full"),
+        ("buffers", "data=8,expert=2", "more accumulation"),
+    ],
+)
+def test_advice_is_what_is_left_to_do(name, mesh, said):
+    candidate = Candidate(config=CONFIG, shape=read_mesh(mesh))
+    assert explain.advice(name, candidate).startswith(said)
 
 
 # --- What is said ---------------------------------------------------------------------------
@@ -163,7 +230,7 @@ def test_the_table_and_the_json_have_all_of_it():
     assert sum(values["bytes_by_class"].values()) == pytest.approx(values["device_bytes"])
     assert values["seconds"]["step"] == shown[0].cost.step
     assert {send["purpose"] for send in values["sends"]} <= {
-        "activations", "tokens", "gradients", "gradients of experts"
+        "activations", "tokens", "gradients", "gradients of experts", "weights"
     }  # fmt: skip
 
 
@@ -178,7 +245,7 @@ def test_why_the_first_is_first():
 
 def test_what_would_change_it():
     found = rows()
-    kept = [row.candidate for row in found]
+    kept = [row.candidate for row in best_of_each(found)]
 
     def rank(hardware):
         return ranked(estimate(candidate, hardware) for candidate in kept)[0]
@@ -200,6 +267,7 @@ def test_a_written_mesh_is_the_one_of_the_row(tmp_path):
         for read in (read_mesh(str(path)), read_mesh(report.mesh_words(row.candidate.shape))):
             assert read.sizes == row.candidate.shape.sizes
             assert read.exchange == row.candidate.shape.exchange
+            assert read.storage == row.candidate.shape.storage
 
 
 def test_a_picture(tmp_path):

@@ -1,0 +1,105 @@
+"""Bytes of what one device keeps from the forward pass for the backward one, by formula.
+
+In numbers of tokens * width and the like; counted in programs compiled for GPUs.
+"""
+
+from switchjax.plan.sizes import Sizes, Stack
+
+
+def kept(sizes: Sizes, stack: Stack) -> float:
+    """From the forward pass of a stack until its backward pass, as `remat` has it."""
+    match sizes.model.remat:
+        case "none":
+            a_period = whole_period(sizes, stack) + _cast_weights(sizes, stack)
+        case "moe":
+            a_period = whole_period(sizes, stack) - _hidden_of_experts(sizes, stack)
+            a_period += _cast_weights(sizes, stack)
+        case "dots":
+            a_period = unit(sizes, stack) + _products(sizes, stack)
+        case "full":
+            a_period = unit(sizes, stack)
+    return sizes.periods * a_period + unit(sizes, stack)
+
+
+def made_again(sizes: Sizes, stack: Stack) -> float:
+    """What the backward pass of one period computes again, and keeps until it is done."""
+    match sizes.model.remat:
+        case "none":
+            return 0.0
+        case "moe":
+            return _hidden_of_experts(sizes, stack)
+        case "dots":  # of one layer at a time, since each has what it starts from
+            layers = max(sizes.model.moe_every, 1)
+            return (whole_period(sizes, stack) - _products(sizes, stack)) / layers
+        case "full":
+            return whole_period(sizes, stack)
+
+
+def unit(sizes: Sizes, stack: Stack) -> float:
+    """What a period receives."""
+    return stack.tokens * sizes.model.d_model * sizes.itemsize
+
+
+def whole_period(sizes: Sizes, stack: Stack) -> float:
+    """What one period keeps if nothing is computed again."""
+    model, c = sizes.model, sizes.itemsize
+    t, D, every = stack.tokens, model.d_model, max(model.moe_every, 1)
+    norms = 3 if stack.context else 2
+    dropped = 1 if model.dropout else 0  # a mask is a byte
+    a_layer = norms * t * D * (2.5 + 0.6 * dropped) * 4  # norms work in float32
+    a_layer += 1.5 * t * D * c + norms * dropped * t * D
+    rows = stack.tokens // stack.length
+    scores = rows * (model.num_heads // sizes.shape.model) * stack.length
+    # Queries, keys and values are kept twice, laid out for one product and for the other.
+    a_layer += scores * stack.length * (4 + c) + 7 * t * sizes.heads * c
+    if stack.context:
+        a_layer += scores * (stack.context // rows) * (4 + c)
+        a_layer += (3 * t + 4 * stack.context) * sizes.heads * c
+    dense = t * sizes.hidden * (_hidden_bytes(sizes) + dropped)
+    total = every * a_layer + (every - (model.moe_every > 0)) * dense
+    if model.moe_every:
+        total += _hidden_of_experts(sizes, stack)
+        total += sizes.expert_rows(stack) * D * c + t * D * 4 + 3 * t * model.num_experts * 4
+        exchange = sizes.shape.exchange
+        if exchange.dispatcher == "all_gather" and exchange.buffer is None:
+            total += all_peers(sizes, stack)
+    return total
+
+
+def _hidden_of_experts(sizes: Sizes, stack: Stack) -> float:
+    """Of one Switch layer: products, and where they are positive or dropped."""
+    if not sizes.model.moe_every:
+        return 0.0
+    dropped = sizes.itemsize if sizes.model.dropout else 0  # a factor, not a mask
+    return sizes.expert_rows(stack) * sizes.expert_hidden * (_hidden_bytes(sizes) + dropped)
+
+
+def _hidden_bytes(sizes: Sizes) -> int:
+    """Of a hidden number: where it is positive, or the steps of gelu, which JAX keeps each."""
+    return sizes.itemsize + 1 if sizes.matrices == 2 else 8 * sizes.itemsize
+
+
+def _cast_weights(sizes: Sizes, stack: Stack) -> float:
+    """Of one period, its weights in the dtype of compute, where that is not their own."""
+    own = sizes.itemsize == 4 or sizes.shape.storage.zero == 3
+    return 0.0 if own else sizes.period_weights(stack) * sizes.itemsize
+
+
+def _products(sizes: Sizes, stack: Stack) -> float:
+    """Of one period, what `dots` keeps: products with weights, and tokens that have travelled."""
+    model, c, t = sizes.model, sizes.itemsize, stack.tokens
+    every = max(model.moe_every, 1)
+    a_layer = 3 * t * sizes.heads * c + t * model.d_model * c
+    if stack.context:
+        a_layer += (t + 2 * stack.context) * sizes.heads * c + t * model.d_model * c
+    dense = t * (sizes.hidden * (sizes.matrices - 1) + model.d_model) * c
+    total = every * a_layer + (every - (model.moe_every > 0)) * dense
+    if model.moe_every:
+        rows, hidden = sizes.expert_rows(stack), sizes.expert_hidden * (sizes.matrices - 1)
+        total += rows * (hidden + 2 * model.d_model) * c + t * model.num_experts * 4
+    return total
+
+
+def all_peers(sizes: Sizes, stack: Stack) -> float:
+    """The tokens of all devices of the expert axis, and results for them."""
+    return 2 * stack.tokens * sizes.shape.expert * sizes.model.d_model * sizes.itemsize

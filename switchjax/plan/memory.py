@@ -149,8 +149,9 @@ def gathered_bytes(config: RunConfig, shape: MeshShape) -> float:
 
 
 def _gathered(sizes: Sizes, *, room: float) -> float:
-    """Of the period that is computed, weights in the dtype of compute and their gradient; or after
-    the step all new parameters, which are moved to their place once they are there.
+    """Of the period that is computed, weights in the dtype of compute and their gradient, both
+    twice, since what a collective leaves is moved to its place; or after the step all new
+    parameters, beside the old ones whose place they take.
 
     Args:
         room: bytes that are free by then, when of gradients parts are left.
@@ -162,7 +163,7 @@ def _gathered(sizes: Sizes, *, room: float) -> float:
         whole = _on_a_device(sizes.config, sizes.shape, 0).parameters
         return max(0.0, whole - room)
     period = max(sizes.period_weights(stack) for stack in sizes.stacks)
-    return (2 * period + sizes.table_weights) * sizes.itemsize
+    return (4 * period + sizes.table_weights) * sizes.itemsize
 
 
 def _slower_way(sizes: Sizes, stack: Stack) -> float:

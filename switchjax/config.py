@@ -16,6 +16,7 @@ Experts = Literal["separate", "folded"]
 Dispatcher = Literal["all_to_all", "all_gather", "ragged", "local"]
 Wire = Literal["compute", "bfloat16", "float8"]
 ReduceDtype = Literal["compute", "float32", "bfloat16"]
+Offload = Literal["none", "optimizer", "optimizer+activations"]
 RouterKind = Literal["top_k", "expert_choice"]
 
 

@@ -6,6 +6,9 @@ factors the second moment over the two largest dims of at least 128, whatever th
 an expert weight, unless there are more experts than either is wide; then choose adamw.
 """
 
+from typing import Any
+
+import jax
 import jax.numpy as jnp
 import optax
 from jax import Array
@@ -27,17 +30,41 @@ def learning_rate(config: OptimConfig, step: int | Array) -> Array:
 
 def make_optimizer(config: OptimConfig) -> optax.GradientTransformation:
     """Clipping by the global norm, then the update rule."""
+    rule = make_rule(config)
+    if config.clip_norm is None:
+        return rule
+    clipping = optax.stateless(lambda grads, _: clip(config, grads, optax.tree.norm(grads)))
+    return optax.chain(clipping, rule)
+
+
+def make_rule(config: OptimConfig) -> optax.GradientTransformation:
+    """The update rule alone, for gradients that are clipped."""
 
     def rate(step):
         return learning_rate(config, step)
 
     match config.optimizer:
         case "adafactor":
-            rule = optax.adafactor(rate)
+            return optax.adafactor(rate)
         case "adamw":
-            rule = optax.adamw(rate, weight_decay=config.weight_decay)
+            return optax.adamw(rate, weight_decay=config.weight_decay)
         case "sgd":
-            rule = optax.sgd(rate)
-    if config.clip_norm is None:
-        return rule
-    return optax.chain(optax.clip_by_global_norm(config.clip_norm), rule)
+            return optax.sgd(rate)
+
+
+def rule_state(config: OptimConfig, opt_state: Any) -> Any:
+    """The rule's part of the state of `make_optimizer`."""
+    return opt_state if config.clip_norm is None else opt_state[1]
+
+
+def with_rule_state(config: OptimConfig, opt_state: Any, state: Any) -> Any:
+    """The state of `make_optimizer` with another one of the rule."""
+    return state if config.clip_norm is None else (opt_state[0], state)
+
+
+def clip(config: OptimConfig, grads: Any, norm: Array) -> Any:
+    """All gradients, or some of them, once the norm of all is at most `clip_norm`."""
+    limit = config.clip_norm
+    if limit is None:
+        return grads
+    return jax.tree.map(lambda x: jnp.where(norm < limit, x, x / norm * limit), grads)

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import jax
 
-from switchjax import layout, mesh, processes
+from switchjax import layout, mesh, offload, processes
 from switchjax.config import RunConfig, config_file
 from switchjax.data.pipeline import Data, load_data, row_lengths
 from switchjax.errors import UserError
@@ -78,9 +78,15 @@ def open_initial_weights(config: RunConfig, shape: MeshShape) -> Weights | None:
 
 
 def start_devices(config: RunConfig, shape: MeshShape) -> jax.sharding.Mesh:
-    """The mesh on the devices of all processes, simulated ones where JAX runs on CPU."""
+    """The mesh on the devices of all processes, simulated ones where JAX runs on CPU.
+
+    Raises:
+        UserError: their number does not fit, or they lack a kind of memory that the mesh asks for.
+    """
     mesh.simulate_devices(config.devices, shape, num_processes=processes.count())
-    return mesh.make_mesh(shape)
+    made = mesh.make_mesh(shape)
+    offload.check_memory(shape, made)
+    return made
 
 
 def read_data(config: RunConfig, layout: Layout, *, eval_batches: int | None) -> Data:

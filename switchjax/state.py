@@ -8,7 +8,7 @@ import optax
 from jax import Array
 from jax.sharding import NamedSharding
 
-from switchjax import zero
+from switchjax import offload, zero
 from switchjax.config import ModelConfig, RunConfig
 from switchjax.layout import Layout
 from switchjax.mesh import MeshShape, use_abstract_mesh
@@ -42,6 +42,8 @@ def first_state(config: RunConfig, layout: Layout, model: SwitchTransformer) -> 
     """The state before the first step of a run that starts from this model."""
     parameters: Any = zero.split(model) if layout.storage.zero else model
     opt_state = make_optimizer(config.optim).init(parameters)
+    if layout.storage.offload != "none":
+        opt_state = offload.to_host(opt_state)
     return TrainState(jnp.int32(0), model, opt_state, init_router_bias(config))
 
 
@@ -54,14 +56,17 @@ def init_router_bias(config: RunConfig) -> Array | None:
 
 
 def abstract_state(config: RunConfig, layout: Layout) -> TrainState:
-    """Shapes, dtypes and shardings of the state on the mesh in use, without its values."""
+    """Shapes, dtypes, shardings and kinds of memory of the state on the mesh in use, without its values."""
     mesh = jax.sharding.get_mesh()
 
     def on_mesh(x: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
         spec = x.sharding.spec if x.sharding is not None else layout.whole
         return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=NamedSharding(mesh, spec))
 
-    return jax.tree.map(on_mesh, jax.eval_shape(lambda: init_state(config, layout)))
+    state = jax.tree.map(on_mesh, jax.eval_shape(lambda: init_state(config, layout)))
+    if layout.storage.offload != "none":
+        state = state._replace(opt_state=offload.promised(state.opt_state))
+    return state
 
 
 def model_shapes(config: ModelConfig) -> dict[str, jax.ShapeDtypeStruct]:

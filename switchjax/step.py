@@ -18,8 +18,9 @@ from switchjax.model import SwitchTransformer
 from switchjax.moe.layer import RouterStats
 from switchjax.moe.routing import moved_bias
 from switchjax.nn.noise import Noise
-from switchjax.optim import learning_rate, make_optimizer
+from switchjax.optim import learning_rate
 from switchjax.state import TrainState, keys
+from switchjax.update import update
 
 
 class Counts(NamedTuple):
@@ -79,7 +80,8 @@ def step_with_gradient(
     grads, parts = _accumulate(gradient, batch, optim.accumulation, layout)
     if layout.storage.zero:
         parameters, grads = zero.split((parameters, grads))
-    updates, opt_state = make_optimizer(optim).update(grads, state.opt_state, parameters)
+    model: Any
+    model, opt_state = update(optim, layout.storage, grads, state.opt_state, parameters)
     aux, z = _router_losses(parts.router)
     metrics = StepMetrics(
         loss=_total(parts.ce, aux, z, optim),
@@ -91,7 +93,6 @@ def step_with_gradient(
         tokens=whole.tokens_S.sum(),
         router=parts.router,
     )
-    model: Any = optax.apply_updates(parameters, updates)
     if layout.storage.zero in (1, 2):
         model = zero.gathered(model)
     router_bias_XE = state.router_bias_XE

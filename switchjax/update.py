@@ -1,0 +1,123 @@
+"""New parameters and optimizer state from gradients.
+
+Where the optimizer's state is on the host, weights are updated in turn: the periods of a stack one
+after another, and what is not stacked by itself. A rule of elements gives the same numbers so.
+Adafactor's looks at whole weights; but of a large one it keeps a row and a column alone, so all of
+its state comes to the device at once.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import optax
+from jax import Array, lax
+
+from switchjax import offload
+from switchjax.config import OptimConfig
+from switchjax.mesh import Storage
+from switchjax.model import SwitchTransformer
+from switchjax.offload import is_stack
+from switchjax.optim import clip, make_optimizer, make_rule, rule_state, with_rule_state
+
+# From gradients, state and parameters to new parameters and state.
+Updated = Callable[[Any, Any, Any], tuple[Any, Any]]
+
+_OF_ELEMENTS = ("adamw", "sgd")
+
+
+def update(
+    config: OptimConfig, storage: Storage, grads: Any, opt_state: Any, parameters: Any
+) -> tuple[Any, Any]:
+    """Parameters and the optimizer's state after a step with these gradients.
+
+    Args:
+        grads, parameters: as parts of a model, or of what is like one.
+        opt_state: where the storage says; the new one is there too.
+    """
+    if storage.offload == "none":
+        return _updated(make_optimizer(config), grads, opt_state, parameters)
+    if config.optimizer not in _OF_ELEMENTS:
+        on_device = offload.to_device(opt_state)
+        model, opt_state = _updated(make_optimizer(config), grads, on_device, parameters)
+        return model, offload.to_host(opt_state)
+    norm, rule = optax.tree.norm(grads), make_rule(config)
+
+    def updated(grads: Any, state: Any, weights: Any) -> tuple[Any, Any]:
+        return _updated(rule, clip(config, grads, norm), state, weights)
+
+    state = rule_state(config, opt_state)
+    model, state = _update_in_turn(updated, grads, state, parameters)
+    return model, with_rule_state(config, opt_state, state)
+
+
+def _updated(
+    rule: optax.GradientTransformation, grads: Any, state: Any, parameters: Any
+) -> tuple[Any, Any]:
+    updates, state = rule.update(grads, state, parameters)
+    return optax.apply_updates(parameters, updates), state
+
+
+def _update_in_turn(updated: Updated, grads: Any, state: Any, parameters: Any) -> tuple[Any, Any]:
+    """As `updated`, of a state on the host."""
+    nodes, tree = jax.tree.flatten(state, is_leaf=_is_model)
+    cuts = [_cut(node) if _is_model(node) else None for node in nodes]
+    weights, states = [], []
+    for i, (grad, weight) in enumerate(zip(_cut(grads), _cut(parameters), strict=True)):
+        part = tree.unflatten(
+            node if cut is None else cut[i] for node, cut in zip(nodes, cuts, strict=True)
+        )
+        weight, part = (_update_stack if is_stack(weight) else _update_rest)(
+            updated, grad, part, weight
+        )
+        weights.append(weight)
+        states.append(tree.flatten_up_to(part))
+    state = tree.unflatten(
+        parts[0] if cut is None else _joined(node, parts)
+        for node, cut, parts in zip(nodes, cuts, zip(*states, strict=True), strict=True)
+    )
+    return _joined(parameters, weights), state
+
+
+def _update_rest(
+    updated: Updated, grads: Any, state: Any, weights: list[Array]
+) -> tuple[list[Array], Any]:
+    weights, state = updated(grads, offload.to_device(state), weights)
+    return weights, offload.to_host(state)
+
+
+def _update_stack(updated: Updated, grads: Any, state: Any, weights: Any) -> tuple[Any, Any]:
+    """Counts come back as they were, for the next period."""
+    nodes, tree = jax.tree.flatten(state, is_leaf=is_stack)
+
+    def of_period(i: Array, carry: tuple[Any, list[Any]]) -> tuple[Any, list[Any]]:
+        weights, nodes = carry
+        parts = [offload.period_at(node, i) if is_stack(node) else node for node in nodes]
+        grad, weight = offload.period_at((grads, weights), i)
+        weight, part = updated(grad, tree.unflatten(parts), weight)
+        new = [
+            offload.with_period(node, i, part) if is_stack(node) else node
+            for node, part in zip(nodes, tree.flatten_up_to(part), strict=True)
+        ]
+        return offload.with_period(weights, i, weight), new
+
+    num_periods = jax.tree.leaves(weights)[0].shape[0]
+    weights, nodes = lax.fori_loop(0, num_periods, of_period, (weights, nodes))
+    return weights, tree.unflatten(nodes)
+
+
+def _is_model(node: Any) -> bool:
+    return isinstance(node, SwitchTransformer)
+
+
+def _cut(model: Any) -> list[Any]:
+    """What is not stacked, in a list, and each stack."""
+    parts = jax.tree.leaves(model, is_leaf=is_stack)
+    return [[part for part in parts if not is_stack(part)], *filter(is_stack, parts)]
+
+
+def _joined(model: Any, cut: list[Any]) -> Any:
+    """The model with these parts."""
+    parts, tree = jax.tree.flatten(model, is_leaf=is_stack)
+    rest, stacks = iter(cut[0]), iter(cut[1:])
+    return tree.unflatten(next(stacks) if is_stack(part) else next(rest) for part in parts)

@@ -67,4 +67,5 @@ def clip(config: OptimConfig, grads: Any, norm: Array) -> Any:
     limit = config.clip_norm
     if limit is None:
         return grads
-    return jax.tree.map(lambda x: jnp.where(norm < limit, x, x / norm * limit), grads)
+    factor = jnp.where(norm < limit, 1, limit / norm)
+    return jax.tree.map(lambda x: x * factor, grads)

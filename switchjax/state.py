@@ -56,7 +56,7 @@ def init_router_bias(config: RunConfig) -> Array | None:
 
 
 def abstract_state(config: RunConfig, layout: Layout) -> TrainState:
-    """Shapes, dtypes, shardings and kinds of memory of the state on the mesh in use, without its values."""
+    """Shapes, dtypes and shardings, which say whose memory, of the state; on the mesh in use."""
     mesh = jax.sharding.get_mesh()
 
     def on_mesh(x: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:

@@ -8,7 +8,7 @@ import json
 import math
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 from switchjax.errors import UserError
 
@@ -18,6 +18,7 @@ Wire = Literal["compute", "bfloat16", "float8"]
 ReduceDtype = Literal["compute", "float32", "bfloat16"]
 Offload = Literal["none", "optimizer", "optimizer+activations"]
 RouterKind = Literal["top_k", "expert_choice"]
+Remat = Literal["none", "moe", "dots", "full"]
 
 
 def require(condition: bool, message: str) -> None:
@@ -100,8 +101,10 @@ class ModelConfig:
     """Weights start with variance init_scale / fan_in (Switch Transformer, section 2.4)."""
     dtype: Literal["float32", "bfloat16"] = "float32"
     """Compute dtype; parameters, router, norms, softmax and losses stay float32."""
-    remat: bool = False
-    """Recompute each period in the backward pass instead of keeping its activations."""
+    remat: Remat = "none"
+    """What the backward pass computes again instead of keeping it: `moe`, hidden activations of
+    experts; `dots`, of each period all but products with weights and what other devices sent;
+    `full`, all of each period. Never the choice of experts."""
     scan: bool = True
     """Compile one period and loop over it; off, every layer is compiled apart."""
 
@@ -127,6 +130,10 @@ class ModelConfig:
             not self.padding_is_routed or self.encoder_router == "top_k",
             "model.padding_is_routed is for tokens that choose their experts: leave it out with "
             f"model.encoder_router {self.encoder_router}",
+        )
+        require(
+            self.remat in get_args(Remat),
+            f"model.remat must be one of {', '.join(get_args(Remat))}, got {self.remat!r}",
         )
         require(self.moe_every >= 0, f"model.moe_every must be 0 or more, got {self.moe_every}")
         require(

@@ -15,6 +15,7 @@ from flax import nnx
 from jax import Array, lax
 from jaxtyping import Float, Int
 
+from switchjax import remat
 from switchjax.batch import Batch
 from switchjax.config import ModelConfig
 from switchjax.layout import Layout
@@ -184,8 +185,12 @@ class Stack(nnx.Module):
             x_BLD, stats, new = period(x_BLD, around, _site(noise, index), router_bias_E, kept)
             return x_BLD, (stats, new)
 
-        if self.config.remat:
-            body = jax.checkpoint(body, prevent_cse=not self.config.scan)
+        body = remat.with_policy(
+            body,
+            self.config.remat,
+            gathers_weights=self.layout.storage.zero == 3,
+            is_looped=self.config.scan,
+        )
         num_periods = self.num_periods
         rate = self.config.dropout
         x_BLD = dropout(x_BLD, rate, _site(noise, num_periods))

@@ -22,7 +22,7 @@ _T5_BASE = ModelConfig(
     num_layers=12,
     moe_every=0,
     dropout=0.1,
-    remat=True,
+    remat="full",
 )
 _T5_BASE_GEGLU = replace(_T5_BASE, d_ff=2048, activation="geglu")
 _SWITCH_LARGE = replace(

@@ -37,7 +37,7 @@ KINDS = {
     "encoder_decoder": MODEL,
     "decoder_only": replace(MODEL, architecture="decoder_only", num_layers=4, moe_every=2),
     "experts choose": replace(
-        MODEL, encoder_router="expert_choice", remat=True, scan=False, activation="geglu"
+        MODEL, encoder_router="expert_choice", remat="full", scan=False, activation="geglu"
     ),
 }
 PROMPTS = [

@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 from covering import cover_pairs, pairs_of, possible
 
-from switchjax.config import RunConfig
+from switchjax.config import Remat, RunConfig
 from switchjax.invariance import Observed, Row, compare, observe
 
 Report = Callable[[str, list[Row]], None]
@@ -47,7 +47,7 @@ FACTORS = {
     "architecture": [*ARCHITECTURES],
     "optimizer": [*OPTIMIZERS],
     "accumulation": [1, 4],
-    "remat": [False, True],
+    "remat": ["none", "moe", "dots", "full"],
     "scan": [True, False],
 }
 
@@ -82,7 +82,7 @@ class Run(NamedTuple):
     architecture: str
     optimizer: str
     accumulation: int
-    remat: bool
+    remat: Remat
     scan: bool
 
     @property
@@ -98,7 +98,7 @@ class Run(NamedTuple):
                 self.architecture,
                 self.optimizer,
                 *[f"accumulation {self.accumulation}"] * (self.accumulation > 1),
-                *["remat"] * self.remat,
+                *["remat " + self.remat] * (self.remat != "none"),
                 *["unrolled"] * (not self.scan),
             ]
         )

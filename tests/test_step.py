@@ -129,7 +129,7 @@ def without_targets(batch: Batch) -> Batch:
 
 def test_router_losses_are_applied_in_proportion_to_their_coefficient():
     """Case 26: g(1) - g(0) = 100 · (g(0.01) - g(0)), with remat and scan on."""
-    model = replace(DECODER, remat=True)
+    model = replace(DECODER, remat="full")
     batch = builders.random_batch(model)
     with jax.set_mesh(builders.mesh("data2_expert2_model2")):
         none, small, large = (

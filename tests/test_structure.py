@@ -15,7 +15,7 @@ FILES = sorted(PACKAGE.rglob("*.py"))
 # DESIGN, section 4: a module imports only from rows above its own. A folder stands for all in it.
 ROWS = (
     ("arguments", "axes", "batch", "config", "errors", "generate_config", "presets"),
-    ("cluster", "ending", "layout", "mesh", "processes", "zero"),
+    ("cluster", "ending", "layout", "mesh", "processes", "remat", "zero"),
     ("moe.grouped", "moe.pieces", "moe.products", "moe.routing", "moe.varying", "nn"),
     ("moe.dispatch",),
     ("moe.experts",),

@@ -61,7 +61,7 @@ MODEL = ModelConfig(
     d_kv=64,
     num_layers=24,
     dtype="bfloat16",
-    remat=True,
+    remat="full",
 )
 TOKENS = 2**19
 MESHES = ("data4_model4_folded", "expert8_model2", "expert=4,model=4")

@@ -38,7 +38,7 @@ if __name__ == "__main__":
         preset = PRESETS[name]
         config = replace(
             preset,
-            model=replace(preset.model, dtype="bfloat16", remat=True),
+            model=replace(preset.model, dtype="bfloat16", remat="full"),
             data=replace(preset.data, batch_size=4096),
         )
         asked.append((name, Candidate(config=config, shape=read_mesh(DOCUMENTS))))

@@ -43,7 +43,7 @@ MODEL = ModelConfig(
     num_layers=24,
     num_experts=32,
     dtype="bfloat16",
-    remat=True,
+    remat="full",
 )
 H200 = read_hardware("h200")
 WAYS = ("all_to_all", "all_gather")

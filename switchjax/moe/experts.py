@@ -1,6 +1,7 @@
 """The experts' weights and what they compute. Knows nothing of tokens' origins or of routing."""
 
-from typing import NamedTuple
+from dataclasses import dataclass
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -13,6 +14,7 @@ from switchjax.layout import Layout
 from switchjax.moe.dispatch.interface import Tokens
 from switchjax.moe.grouped import grouped_ffn, run_starts
 from switchjax.nn.init import weight
+from switchjax.remat import ARRIVED, PRODUCT, named, recomputed
 
 
 class Experts(nnx.Module):
@@ -33,7 +35,13 @@ class Experts(nnx.Module):
         )
 
 
-class Dropout(NamedTuple):
+@partial(
+    jax.tree_util.register_dataclass,
+    data_fields=("key", "expert_e", "start"),
+    meta_fields=("rate", "d_ff"),
+)
+@dataclass(frozen=True, kw_only=True)
+class Dropout:
     """On hidden activations, keyed by token and expert, so that it moves with no buffer.
 
     Every device draws the whole hidden dim and keeps its slice, so that the numbers do not depend
@@ -66,35 +74,58 @@ class Dropout(NamedTuple):
         return jnp.where(uniform >= self.rate, 1 / (1 - self.rate), 0)
 
 
-class ExpertsHere(NamedTuple):
+@partial(
+    jax.tree_util.register_dataclass,
+    data_fields=("w_in_eDf", "w_gate_eDf", "w_out_efD", "dropout"),
+    meta_fields=("keeps_hidden",),
+)
+@dataclass(frozen=True, kw_only=True)
+class ExpertsHere:
     """This device's experts, or its slice of their hidden dim, as dispatchers call them."""
 
     w_in_eDf: Float[Array, "e D f"]
     w_gate_eDf: Float[Array, "e D f"] | None
     w_out_efD: Float[Array, "e f D"]
     dropout: Dropout | None
+    keeps_hidden: bool
+    """Hidden activations for the backward pass, which else computes them again."""
 
     def on_slots(self, tokens: Tokens) -> Float[Array, "e R D"]:
         """Outputs for R slots of each expert [e, R, D]; a slice's part, where it has a slice."""
-        h_eRf = jnp.einsum("erd,edf->erf", tokens.x, self.w_in_eDf)
-        if self.w_gate_eDf is None:
-            h_eRf = jax.nn.relu(h_eRf)
-        else:
-            h_eRf *= jax.nn.gelu(jnp.einsum("erd,edf->erf", tokens.x, self.w_gate_eDf))
-        if self.dropout is not None and tokens.place is not None:
-            e, _, f = h_eRf.shape
-            factor_eRf = self.dropout.factor(tokens.place, jnp.arange(e)[:, None], f)
-            h_eRf *= factor_eRf.astype(h_eRf.dtype)
-        return jnp.einsum("erf,efd->erd", h_eRf, self.w_out_efD)
+        tokens = tokens._replace(x=named(ARRIVED, tokens.x))
+        compute = _on_slots if self.keeps_hidden else recomputed(_on_slots)
+        return compute(self, tokens)
 
     def on_runs(self, tokens: Tokens, sizes_e: Int[Array, "e"], block: int) -> Float[Array, "N D"]:
         """Outputs for rows sorted by expert [N, D], as `grouped.grouped_ffn` has them."""
-        factor_Nf = None
-        if self.dropout is not None and tokens.place is not None:
-            N, f = tokens.x.shape[0], self.w_in_eDf.shape[-1]
-            start_e = run_starts(sizes_e, block)
-            expert_N = jnp.searchsorted(start_e, jnp.arange(N), side="right") - 1
-            factor_Nf = self.dropout.factor(tokens.place, expert_N, f).astype(tokens.x.dtype)
-        return grouped_ffn(
-            tokens.x, sizes_e, self.w_in_eDf, self.w_gate_eDf, self.w_out_efD, factor_Nf, block
-        )
+        tokens = tokens._replace(x=named(ARRIVED, tokens.x))
+        compute = partial(_on_runs, block)
+        compute = compute if self.keeps_hidden else recomputed(compute)
+        return compute(self, tokens, sizes_e)
+
+
+def _on_slots(experts: ExpertsHere, tokens: Tokens) -> Array:
+    def product(w_eDf: Array) -> Array:
+        return named(PRODUCT, jnp.einsum("erd,edf->erf", tokens.x, w_eDf))
+
+    h_eRf = product(experts.w_in_eDf)
+    if experts.w_gate_eDf is None:
+        h_eRf = jax.nn.relu(h_eRf)
+    else:
+        h_eRf *= jax.nn.gelu(product(experts.w_gate_eDf))
+    if experts.dropout is not None and tokens.place is not None:
+        e, _, f = h_eRf.shape
+        factor_eRf = experts.dropout.factor(tokens.place, jnp.arange(e)[:, None], f)
+        h_eRf *= factor_eRf.astype(h_eRf.dtype)
+    return jnp.einsum("erf,efd->erd", h_eRf, experts.w_out_efD)
+
+
+def _on_runs(block: int, experts: ExpertsHere, tokens: Tokens, sizes_e: Array) -> Array:
+    factor_Nf = None
+    if experts.dropout is not None and tokens.place is not None:
+        N, f = tokens.x.shape[0], experts.w_in_eDf.shape[-1]
+        start_e = run_starts(sizes_e, block)
+        expert_N = jnp.searchsorted(start_e, jnp.arange(N), side="right") - 1
+        factor_Nf = experts.dropout.factor(tokens.place, expert_N, f).astype(tokens.x.dtype)
+    weights = experts.w_in_eDf, experts.w_gate_eDf, experts.w_out_efD
+    return grouped_ffn(tokens.x, sizes_e, *weights, factor_Nf, block)

@@ -18,6 +18,7 @@ from jaxtyping import Bool, Float, Int
 from switchjax.moe import varying
 from switchjax.moe.pieces import Piece, for_each_piece
 from switchjax.moe.products import AllExperts, OneExpert, Products
+from switchjax.remat import PRODUCT, named
 
 
 def block_rows(num_rows: float, num_experts: int) -> int:
@@ -81,7 +82,7 @@ def _ffn_forward(x_ND, sizes_e, weights, keep_Nf, block):
     operands = (x_ND, sizes_e, weights, keep_Nf)
     ways = {"cpu": partial(loop_forward, block), "default": partial(ragged_forward, block)}
     y_ND, saved = lax.platform_dependent(*operands, **ways)
-    return y_ND, (*operands, saved)
+    return y_ND, (*operands, named(PRODUCT, saved))
 
 
 def _ffn_backward(block, residuals, dy_ND):

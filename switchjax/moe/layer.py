@@ -18,6 +18,7 @@ from switchjax.moe.dispatch.interface import Dispatcher, Plan, Tokens
 from switchjax.moe.experts import Dropout, Experts, ExpertsHere
 from switchjax.nn.init import weight
 from switchjax.nn.noise import Noise
+from switchjax.remat import ROUTING, named
 from switchjax.zero import in_use
 
 DISPATCHERS: dict[str, Dispatcher] = {
@@ -156,7 +157,7 @@ def _switch(
             )
         of_real = routing.without_padding(choice, real_gT, E)
         mine = routing.router_sums(logits_gTE, real_gT, of_real, experts_chose=experts_choose)
-        sums = lax.psum(mine, TOKENS)
+        sums = named(ROUTING, lax.psum(mine, TOKENS))
         choice = placement.to_lanes(choice, placement_E, exchange.experts)
 
     dropout = _expert_dropout(config, layout, noise, placement_E, weights.w_in_EDF.shape[-1])
@@ -168,7 +169,13 @@ def _switch(
     # chunks, and outside of branches that not all devices take.
     everywhere = partial(jax.tree.map, partial(varying.over, AXES))
     tokens, choice, in_eDf, gate_eDf, out_efD = everywhere((tokens, choice, *weights[1:]))
-    experts = ExpertsHere(in_eDf, gate_eDf, out_efD, dropout)
+    experts = ExpertsHere(
+        w_in_eDf=in_eDf,
+        w_gate_eDf=gate_eDf,
+        w_out_efD=out_efD,
+        dropout=dropout,
+        keeps_hidden=config.remat != "moe",
+    )
     plan = Plan(placement.num_lanes(E, exchange.experts), num_slots, exchange)
     y_TD, fell_back = _in_chunks(tokens, choice, experts, plan)
     with jax.named_scope("combine"):

@@ -13,6 +13,8 @@ import jax.numpy as jnp
 from jax import Array, lax
 from jaxtyping import Bool, Float, Int
 
+from switchjax.remat import ROUTING, named
+
 
 class Routing(NamedTuple):
     """What the tokens of each group asked for, and what they got. Q choices a token."""
@@ -71,22 +73,22 @@ def route(
     """
     num_experts = logits_GTE.shape[-1]
     if bias_E is None:
-        # Chosen by logits, since small probabilities underflow to the same 0.
-        top_GTQ, expert_GTQ = lax.top_k(logits_GTE, top_k)
+        score_GTE = logits_GTE  # small probabilities underflow to the same 0
     else:
-        biased_GTE = jax.nn.softmax(logits_GTE, axis=-1) + bias_E[None, None]
-        _, expert_GTQ = lax.top_k(lax.stop_gradient(biased_GTE), top_k)
-        top_GTQ = jnp.take_along_axis(logits_GTE, expert_GTQ, axis=-1)
+        score_GTE = jax.nn.softmax(logits_GTE, axis=-1) + bias_E[None, None]
+    _, expert_GTQ = lax.top_k(lax.stop_gradient(score_GTE), top_k)
+    expert_GTQ = named(ROUTING, expert_GTQ)
+    top_GTQ = jnp.take_along_axis(logits_GTE, expert_GTQ, axis=-1)
     if top_k == 1:
         gate_GTQ = jnp.exp(top_GTQ - jax.nn.logsumexp(logits_GTE, axis=-1, keepdims=True))
     else:  # shares of the chosen probabilities, which need not be known, and may underflow
         gate_GTQ = jax.nn.softmax(top_GTQ, axis=-1)
     asks_GTQ = real_GT[..., None]
     if second_GT is not None:
-        sent_GT = second_GT < 2 * gate_GTQ[..., 1]
+        sent_GT = named(ROUTING, second_GT < 2 * gate_GTQ[..., 1])
         asks_GTQ &= jnp.stack([jnp.ones_like(sent_GT), sent_GT], axis=-1)
     expert_GTQ = jnp.where(asks_GTQ, expert_GTQ, num_experts)
-    slot_GTQ = queue_places(expert_GTQ, num_experts)
+    slot_GTQ = named(ROUTING, queue_places(expert_GTQ, num_experts))
     kept_GTQ = asks_GTQ & (slot_GTQ < capacity)
     return Routing(expert_GTQ, slot_GTQ, gate_GTQ, kept_GTQ)
 
@@ -120,6 +122,7 @@ def expert_choice(
     log_GTE = lax.stop_gradient(jax.nn.log_softmax(logits_GTE, axis=-1))
     log_GTE = jnp.where(real_GT[..., None], log_GTE, -jnp.inf)
     _, token_GEC = lax.top_k(log_GTE.swapaxes(1, 2), capacity)
+    token_GEC = named(ROUTING, token_GEC)
     group_G11, expert_E1 = jnp.arange(G)[:, None, None], jnp.arange(E)[:, None]
     rank_GEC = jnp.broadcast_to(jnp.arange(capacity, dtype=jnp.int32), token_GEC.shape)
     slot_GET = jnp.full((G, E, T), capacity, jnp.int32)

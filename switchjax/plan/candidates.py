@@ -25,7 +25,7 @@ class Candidate:
         exchange, sizes = self.shape.exchange, f"{self.shape}"
         words = [exchange.dispatcher] if self.config.model.moe_every else []
         words += [exchange.experts] * (exchange.experts != "separate")
-        words += ["remat"] * self.config.model.remat
+        words += [f"remat {self.config.model.remat}"] * (self.config.model.remat != "none")
         accumulation = self.config.optim.accumulation
         words += [f"accumulation {accumulation}"] * (accumulation > 1)
         return " ".join([sizes, *words])
@@ -88,7 +88,7 @@ def _configs(config: RunConfig, shape: MeshShape) -> Iterator[RunConfig]:
     for accumulation in _divisors(max(rows, 1)):
         if accumulation & (accumulation - 1):
             continue
-        for remat in (False, True):
+        for remat in ("none", "full"):
             yield replace(
                 config,
                 model=replace(config.model, remat=remat),

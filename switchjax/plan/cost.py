@@ -69,7 +69,7 @@ def compute_seconds(sizes: Sizes, hardware: Hardware) -> float:
 
 def step_flops(sizes: Sizes, hardware: Hardware) -> float:
     """Of one device, what `remat` computes again and empty slots included."""
-    passes = 4 if sizes.model.remat else 3  # a product has two in the backward pass
+    passes = 4 if sizes.model.remat == "full" else 3  # a product has two in the backward pass
     layers = 0.0
     for stack in sizes.stacks:
         rows = sizes.expert_rows(stack)
@@ -94,11 +94,11 @@ def _traffic(sizes: Sizes, memory: Memory) -> float:
     micros, numbers = sizes.config.optim.accumulation, memory.parameters / 4
     # A micro-batch reads the parameters, writes them in the dtype of compute, reads that in each
     # pass and writes the gradient.
-    passes = 4 if sizes.model.remat else 3
+    passes = 4 if sizes.model.remat == "full" else 3
     of_weights = micros * numbers * (4 + (1 + passes) * sizes.itemsize + 4)
     of_update = numbers * _ADAM_LIKE + 2 * memory.optimizer
     kept = kept_without_remat(sizes)
-    return of_weights + of_update + micros * kept * (3 if sizes.model.remat else 2)
+    return of_weights + of_update + micros * kept * (3 if sizes.model.remat == "full" else 2)
 
 
 def send_seconds(

@@ -19,7 +19,7 @@ ADVICE = {
     "parameters": "more devices, or fewer or narrower experts",
     "optimizer": "another optimizer (adafactor keeps least), or more devices",
     "gradients": "more devices, or fewer or narrower experts",
-    "activations": "--model.remat True, more accumulation or shorter rows",
+    "activations": "--model.remat full, more accumulation or shorter rows",
     "buffers": "more accumulation or shorter rows",
 }
 

@@ -51,7 +51,7 @@ def memory(sizes: Sizes) -> Memory:
             (
                 _logits(sizes),
                 _attention(sizes),
-                working if sizes.model.remat else 0,
+                working if sizes.model.remat == "full" else 0,
                 max(map(partial(_slower_way, sizes), sizes.stacks)),
             )
         ),
@@ -62,7 +62,7 @@ def state_bytes(config: RunConfig, shape: MeshShape) -> tuple[float, float]:
     """Of parameters and of the optimizer's state, on one device."""
     sums = {"model": 0.0, "opt_state": 0.0}
     # Neither of these changes the state; without them few configs are left to look at.
-    model, optim = replace(config.model, remat=False), replace(config.optim, accumulation=1)
+    model, optim = replace(config.model, remat="none"), replace(config.optim, accumulation=1)
     for part, axes, size in _arrays(model, optim, shape.exchange.experts):
         sums[part] += size / math.prod(getattr(shape, axis) for axis in axes)
     return sums["model"], sums["opt_state"]
@@ -99,7 +99,7 @@ def kept_without_remat(sizes: Sizes) -> float:
 def _kept(sizes: Sizes, stack: Stack) -> float:
     """From the forward pass of a stack until its backward pass."""
     unit = stack.tokens * sizes.model.d_model * sizes.itemsize
-    return sizes.periods * (unit if sizes.model.remat else _period(sizes, stack)) + unit
+    return sizes.periods * (unit if sizes.model.remat == "full" else _period(sizes, stack)) + unit
 
 
 def _period(sizes: Sizes, stack: Stack) -> float:

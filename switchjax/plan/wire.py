@@ -45,7 +45,7 @@ def _activations(sizes: Sizes) -> Iterator[Send]:
     if sizes.shape.model == 1:
         return
     model, micros = sizes.model, sizes.config.optim.accumulation
-    D, again = model.d_model, int(model.remat)
+    D, again = model.d_model, int(model.remat == "full")
     size, runs = 0.0, 0
     for stack in sizes.stacks:
         unit = stack.tokens * D * sizes.itemsize
@@ -75,7 +75,7 @@ def _exchanges(sizes: Sizes) -> Iterator[Send]:
     if sizes.shape.expert == 1 or not sizes.switch_layers:
         return
     # There and back, again in the backward pass, and if `remat` computes the layer anew once more.
-    ways = 6 / 4 if sizes.model.remat else 1
+    ways = 6 / 4 if sizes.model.remat == "full" else 1
     size = sum(sizes.switch_layers * ways * _exchange(sizes, stack) for stack in sizes.stacks)
     each_way = exchange.chunks * (2 if exchange.dispatcher == "all_to_all" else 3)
     runs = sizes.switch_layers * len(sizes.stacks) * 2 * ways * each_way
@@ -130,7 +130,7 @@ def _shared_bytes(sizes: Sizes) -> tuple[float, int]:
         size += sizes.switch_layers * D * model.num_experts * 4  # the router
         size += embedding * c  # of the tokens going in
         if model.architecture == "encoder_decoder":  # as biases [heads, length, length]
-            times = 1 if model.remat else model.num_layers
+            times = 1 if model.remat == "full" else model.num_layers
             size += times * model.num_heads // m * stack.length**2 * 4
         runs += 2 + 2 * model.num_layers
     return size, runs

@@ -51,7 +51,7 @@ BOTH = RunConfig(
         num_heads=4,
         d_kv=64,
         dropout=0.1,
-        remat=True,
+        remat="full",
     ),
     data=DataConfig(batch_size=256, sequence_length=256),
     optim=OptimConfig(accumulation=2),

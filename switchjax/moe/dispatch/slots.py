@@ -18,6 +18,7 @@ from jax import Array
 from jaxtyping import Float, Int, Shaped
 
 from switchjax.moe.routing import Routing
+from switchjax.remat import RETURNED, named
 
 # Rows of the buffer: expert-major, then group, then slot, so that an expert's rows are together.
 
@@ -69,6 +70,7 @@ def weighted_sum(
     Summed in float32 (or what is wider), whatever the dtype of y, which the result has.
     """
     T, Q = slots.row_TQ.shape
+    y_RD = named(RETURNED, y_RD)
     wide = jnp.promote_types(y_RD.dtype, jnp.float32)
     if _rows_are_fewer(slots.row_TQ, len(y_RD)):
         row_P1 = slots.row_TQ.reshape(-1, 1)

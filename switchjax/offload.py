@@ -46,6 +46,11 @@ def to_device(tree: Tree) -> Tree:
     return jax.tree.map(lambda x: jax.device_put(x, jax.memory.Space.Device), tree)
 
 
+def back(tree: Tree, old: Tree) -> Tree:
+    """With each array in the memory of the old one."""
+    return jax.tree.map(lambda x, y: jax.device_put(x, jax.typeof(y).memory_space), tree, old)
+
+
 def promised(tree: Tree) -> Tree:
     """Of shapes with shardings: as `to_host`, of arrays."""
 
@@ -68,11 +73,10 @@ def period_at(tree: Tree, index: int | Array) -> Tree:
 def with_period(tree: Tree, index: int | Array, period: Tree) -> Tree:
     """Arrays [N, ...] with another period; each stays where it is."""
 
-    def written(x: Array, part: Array) -> Array:
-        part = jax.device_put(part, jax.typeof(x).memory_space)
-        return lax.dynamic_update_index_in_dim(x, part, index, 0)
-
-    return jax.tree.map(written, tree, period)
+    period = back(period, tree)
+    return jax.tree.map(
+        lambda x, part: lax.dynamic_update_index_in_dim(x, part, index, 0), tree, period
+    )
 
 
 def are_finite(tree: Tree) -> Tree:

@@ -31,7 +31,12 @@ def check(config: RunConfig) -> MeshShape:
 
 
 def check_sizes(config: RunConfig, shape: MeshShape) -> None:
-    """Raises UserError unless the config's sizes divide over this mesh, not over `config.mesh`."""
+    """Raises UserError unless the config fits this mesh, not `config.mesh`."""
+    if shape.storage.offload == "optimizer" and config.optim.optimizer == "sgd":
+        raise UserError(
+            f"mesh {shape.name}: offload = optimizer moves the optimizer's state to the host, and "
+            "optim.optimizer sgd has none: it would do nothing, so leave it out"
+        )
     layout.check(
         config.model,
         shape,

@@ -1,9 +1,10 @@
 """New parameters and optimizer state from gradients.
 
 Where the optimizer's state is on the host, weights are updated in turn: the periods of a stack one
-after another, and what is not stacked by itself. A rule of elements gives the same numbers so.
-Adafactor's looks at whole weights; but of a large one it keeps a row and a column alone, so all of
-its state comes to the device at once.
+after another, and what is not stacked by itself. A rule of elements gives the same numbers so, but
+for the last bits, which are XLA's to round as it joins operations. Adafactor's looks at whole
+weights; but of a large one it keeps a row and a column alone, so all of its state comes to the
+device at once, and every bit is the same.
 """
 
 from collections.abc import Callable
@@ -39,8 +40,8 @@ def update(
         return _updated(make_optimizer(config), grads, opt_state, parameters)
     if config.optimizer not in _OF_ELEMENTS:
         on_device = offload.to_device(opt_state)
-        model, opt_state = _updated(make_optimizer(config), grads, on_device, parameters)
-        return model, offload.to_host(opt_state)
+        model, new = _updated(make_optimizer(config), grads, on_device, parameters)
+        return model, offload.back(new, opt_state)
     norm, rule = optax.tree.norm(grads), make_rule(config)
 
     def updated(grads: Any, state: Any, weights: Any) -> tuple[Any, Any]:
@@ -82,8 +83,8 @@ def _update_in_turn(updated: Updated, grads: Any, state: Any, parameters: Any) -
 def _update_rest(
     updated: Updated, grads: Any, state: Any, weights: list[Array]
 ) -> tuple[list[Array], Any]:
-    weights, state = updated(grads, offload.to_device(state), weights)
-    return weights, offload.to_host(state)
+    weights, new = updated(grads, offload.to_device(state), weights)
+    return weights, offload.back(new, state)
 
 
 def _update_stack(updated: Updated, grads: Any, state: Any, weights: Any) -> tuple[Any, Any]:

@@ -7,7 +7,7 @@ weights; but of a large one it keeps a row and a column alone, so all of its sta
 device at once, and every bit is the same.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -117,7 +117,7 @@ def _cut(model: Any) -> list[Any]:
     return [[part for part in parts if not is_stack(part)], *filter(is_stack, parts)]
 
 
-def _joined(model: Any, cut: list[Any]) -> Any:
+def _joined(model: Any, cut: Sequence[Any]) -> Any:
     """The model with these parts."""
     parts, tree = jax.tree.flatten(model, is_leaf=is_stack)
     rest, stacks = iter(cut[0]), iter(cut[1:])

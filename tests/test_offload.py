@@ -49,7 +49,7 @@ def steps(name: str, mesh: str) -> Observed:
         for array, place in places.items():
             moves = "offload" in mesh and array.startswith("opt_state") and promised[array].ndim
             assert place.memory_kind == ("pinned_host" if moves else "device"), array
-        observed = observe(config, layout, state, batches)
+        observed = observe(config, layout, state, batches, {"xla_backend_optimization_level": 0})
         # Of what Adafactor does not keep, it has places of one element that no step reads.
         kept = [n for n, x in named_leaves(state).items() if x.size > 1 and not x.is_deleted()]
         assert not kept and not observed.misplaced and not observed.unequal
@@ -74,7 +74,6 @@ def test_steps_are_the_same_bitwise():  # case 71
     assert_same_bits(both, plain)
 
 
-@pytest.mark.mesh
 @pytest.mark.parametrize("mesh", [MESH, "data=4,expert=2,zero=2"])
 def test_steps_that_update_period_after_period_are_the_same(mesh, report_deviations):  # case 71
     rows = compare(steps("adamw", f"{mesh},offload=optimizer"), steps("adamw", mesh))

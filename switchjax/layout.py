@@ -234,7 +234,12 @@ def _check_experts(model: ModelConfig, shape: MeshShape) -> None:
 
 
 def _check_storage(model: ModelConfig, shape: MeshShape) -> None:
-    zero = shape.storage.zero
+    zero, offload = shape.storage.zero, shape.storage.offload
+    if offload == "optimizer+activations" and model.remat != "full":
+        raise UserError(
+            f"mesh {shape.name}: offload = {offload} moves to the host what each period receives, "
+            f"and model.remat {model.remat} keeps more than that: choose model.remat full"
+        )
     if zero and shape.data == 1:
         raise UserError(
             f"mesh {shape.name}: zero = {zero} splits the state over data, and data = 1: it would "

@@ -35,20 +35,35 @@ def learning_rate(config: OptimConfig, step: int | Array) -> Array:
 
 def make_optimizer(config: OptimConfig) -> optax.GradientTransformation:
     """Clipping by the global norm, then the update rule."""
+    rule = make_rule(config)
+    if config.clip_norm is None:
+        return rule
+    clipping = optax.stateless(lambda grads, _: clip(config, grads, optax.tree.norm(grads)))
+    return optax.chain(clipping, rule)
+
+
+def make_rule(config: OptimConfig) -> optax.GradientTransformation:
+    """The update rule alone, for gradients that are clipped."""
 
     def rate(step):
         return learning_rate(config, step)
 
     match config.optimizer:
         case "adafactor":
-            rule = optax.adafactor(rate)
+            return optax.adafactor(rate)
         case "adamw":
-            rule = optax.adamw(rate, weight_decay=config.weight_decay)
+            return optax.adamw(rate, weight_decay=config.weight_decay)
         case "sgd":
-            rule = optax.sgd(rate)
-    if config.clip_norm is None:
-        return rule
-    return optax.chain(optax.clip_by_global_norm(config.clip_norm), rule)
+            return optax.sgd(rate)
+
+
+def clip(config: OptimConfig, grads: Any, norm: Array) -> Any:
+    """All gradients, or some of them, once the norm of all is at most `clip_norm`."""
+    limit = config.clip_norm
+    if limit is None:
+        return grads
+    factor = jnp.where(norm < limit, 1, limit / norm)
+    return jax.tree.map(lambda x: x * factor, grads)
 
 
 class WithMasters(NamedTuple):
@@ -75,14 +90,16 @@ def init(config: OptimConfig, parameters: Any) -> optax.OptState:
 
 
 def update(
-    config: OptimConfig, gradient: Any, opt_state: optax.OptState, parameters: Any
+    rule: optax.GradientTransformation,
+    gradient: Any,
+    opt_state: optax.OptState,
+    parameters: Any,
 ) -> tuple[Any, optax.OptState]:
-    """Parameters and state after a step.
+    """Parameters and state after a step of the rule.
 
     Args:
         gradient: float32, each array laid out as its parameter.
     """
-    rule = make_optimizer(config)
     if not isinstance(opt_state, WithMasters):
         updates, opt_state = rule.update(gradient, opt_state, parameters)
         return optax.apply_updates(parameters, updates), opt_state
@@ -92,6 +109,20 @@ def update(
     masters = _map(lambda new, old: None if old is None else new, wide, opt_state.masters)
     rounded = jax.tree.map(lambda new, old: new.astype(old.dtype), wide, parameters)
     return rounded, WithMasters(masters, of_rule)
+
+
+def without_clipping(config: OptimConfig, opt_state: Any) -> Any:
+    """Of the state of `make_optimizer`, what `make_rule` knows."""
+    if isinstance(opt_state, WithMasters):
+        return opt_state._replace(rule=without_clipping(config, opt_state.rule))
+    return opt_state if config.clip_norm is None else opt_state[1]
+
+
+def and_clipping(config: OptimConfig, rule_state: Any) -> Any:
+    """The state of `make_optimizer` with that of the rule; clipping has none."""
+    if isinstance(rule_state, WithMasters):
+        return rule_state._replace(rule=and_clipping(config, rule_state.rule))
+    return rule_state if config.clip_norm is None else (optax.EmptyState(), rule_state)
 
 
 def _widened(parameters: Any, masters: Any) -> Any:

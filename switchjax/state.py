@@ -8,7 +8,7 @@ import optax
 from jax import Array
 from jax.sharding import NamedSharding
 
-from switchjax import optim, zero
+from switchjax import offload, optim, zero
 from switchjax.config import ModelConfig, RunConfig
 from switchjax.layout import Layout
 from switchjax.mesh import MeshShape, use_abstract_mesh
@@ -50,6 +50,8 @@ def first_state(config: RunConfig, layout: Layout, model: SwitchTransformer) -> 
     """The state before the first step of a run that starts from this model."""
     parameters: Any = zero.split(model) if layout.storage.zero else model
     opt_state = optim.init(config.optim, parameters)
+    if layout.storage.offload != "none":
+        opt_state = offload.to_host(opt_state)
     bias_XE, load_XE = init_router_bias(config), init_load(config.model)
     loss_scale = first_scale(config.optim)
     return TrainState(jnp.int32(0), model, opt_state, bias_XE, load_XE, loss_scale)
@@ -70,14 +72,17 @@ def init_load(config: ModelConfig) -> Array | None:
 
 
 def abstract_state(config: RunConfig, layout: Layout) -> TrainState:
-    """Shapes, dtypes and shardings of the state on the mesh in use, without its values."""
+    """Shapes, dtypes and shardings, which say whose memory, of the state; on the mesh in use."""
     mesh = jax.sharding.get_mesh()
 
     def on_mesh(x: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
         spec = x.sharding.spec if x.sharding is not None else layout.whole
         return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=NamedSharding(mesh, spec))
 
-    return jax.tree.map(on_mesh, jax.eval_shape(lambda: init_state(config, layout)))
+    state = jax.tree.map(on_mesh, jax.eval_shape(lambda: init_state(config, layout)))
+    if layout.storage.offload != "none":
+        state = state._replace(opt_state=offload.promised(state.opt_state))
+    return state
 
 
 def model_shapes(config: ModelConfig) -> dict[str, jax.ShapeDtypeStruct]:

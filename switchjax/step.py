@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import optax
 from jax import Array, lax
 
-from switchjax import expert_cache, optim, scaling, zero
+from switchjax import expert_cache, scaling, zero
 from switchjax.batch import Batch
 from switchjax.config import OptimConfig, RunConfig
 from switchjax.layout import Layout
@@ -21,6 +21,7 @@ from switchjax.moe.routing import moved_bias
 from switchjax.nn.noise import Noise
 from switchjax.optim import learning_rate
 from switchjax.state import TrainState, keys
+from switchjax.update import update
 
 
 class Counts(NamedTuple):
@@ -83,7 +84,7 @@ def step_with_gradient(
         grads = zero.split(grads)
     grads = scaling.unscaled(grads, state.loss_scale)
     grad_norm = optax.tree.norm(grads)  # finite only if all of the gradient is
-    next_state = _next_state(config, layout, state, grads, jnp.isfinite(grad_norm), parts.router)
+    next_state = _next_state(config, layout, state, grads, grad_norm, parts.router)
     aux, z = _router_losses(parts.router)
     metrics = StepMetrics(
         loss=_total(parts.ce, aux, z, config.optim),
@@ -104,23 +105,25 @@ def _next_state(
     layout: Layout,
     state: TrainState,
     grads: SwitchTransformer,
-    is_finite: Array,
+    grad_norm: Array,
     router: RouterStats | None,
 ) -> TrainState:
     """The state after a step with this gradient. Where the loss is scaled, a step whose gradient
     is not finite leaves all but its number and the scale as it was."""
     parameters = zero.split(state.model) if layout.storage.zero else state.model
-    model, opt_state = optim.update(config.optim, grads, state.opt_state, parameters)
+    is_taken = None if state.loss_scale is None else jnp.isfinite(grad_norm)
+    model, opt_state = update(
+        config.optim, layout.storage, grads, state.opt_state, parameters, is_taken=is_taken
+    )
     bias_XE, load_XE, loss_scale = state.router_bias_XE, state.load_XE, state.loss_scale
     if bias_XE is not None and router is not None:
         bias_XE = moved_bias(bias_XE, router.load_E, config.optim.bias_rate)
     if load_XE is not None and router is not None:
         load_XE = hot.counted(load_XE, router.load_E)
-    if loss_scale is not None:
-        new = model, opt_state, bias_XE, load_XE
-        old = parameters, state.opt_state, state.router_bias_XE, state.load_XE
-        model, opt_state, bias_XE, load_XE = scaling.chosen(is_finite, new, old)
-        loss_scale = loss_scale.after(is_finite)
+    if is_taken is not None and loss_scale is not None:
+        old = state.router_bias_XE, state.load_XE
+        bias_XE, load_XE = scaling.chosen(is_taken, (bias_XE, load_XE), old)
+        loss_scale = loss_scale.after(is_taken)
     if layout.storage.zero in (1, 2):
         model = zero.gathered(model)
     return TrainState(state.step + 1, model, opt_state, bias_XE, load_XE, loss_scale)

@@ -18,7 +18,7 @@ import jax
 import jax.numpy as jnp
 from rich.console import Console
 
-from switchjax import cluster, ending, processes, setup
+from switchjax import cluster, ending, offload, processes, setup
 from switchjax.batch import Batch
 from switchjax.checkpoint import Checkpoints
 from switchjax.config import RunConfig, to_dict, write_config
@@ -280,8 +280,8 @@ def _compile(run: _Run, state: TrainState) -> _Compiled:
 
 def _are_finite(state: TrainState) -> dict[str, jax.Array]:
     """Of each array of numbers with a point, by name: is all of it finite?"""
-    arrays = named_leaves(state).items()
-    return {n: jnp.isfinite(x).all() for n, x in arrays if jnp.issubdtype(x.dtype, jnp.inexact)}
+    finite, arrays = named_leaves(offload.are_finite(state)), named_leaves(state)
+    return {n: finite[n] for n, x in arrays.items() if jnp.issubdtype(x.dtype, jnp.inexact)}
 
 
 def _require_finite(step: int, are_finite: dict[str, jax.Array]) -> None:

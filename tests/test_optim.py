@@ -119,7 +119,7 @@ def test_steps_too_small_for_bfloat16_add_up_in_masters():
     parameters, state = ones, init(config, ones)
     gradient, total = {name: jnp.ones(2) for name in ones}, 0.0
     for step in range(10):
-        parameters, state = update(config, gradient, state, parameters)
+        parameters, state = update(make_optimizer(config), gradient, state, parameters)
         total += 1e-3 / math.sqrt(step + 1)
         np.testing.assert_allclose(parameters["wide"], [1 - total] * 2, rtol=1e-6)
         assert (parameters["narrow"] == parameters["wide"].astype(jnp.bfloat16)).all()

@@ -323,6 +323,14 @@ def test_resumed_on_another_mesh(whole, copy):  # case 7
     np.testing.assert_allclose(losses(copy, 14, 16), losses(whole.out, 14, 16), rtol=1e-5)
 
 
+def test_resumed_with_its_state_on_the_host_and_without(whole, copy):  # cases 7, 71
+    """What is saved does not say whose memory it came from."""
+    mesh = whole.config.mesh
+    run(whole.config, copy, resume=True, mesh=f"{mesh},offload=optimizer", steps=16)
+    run(whole.config, copy, resume=True, mesh=mesh, steps=STEPS)
+    np.testing.assert_allclose(losses(copy, 14), losses(whole.out, 14), rtol=1e-5)
+
+
 def test_resumed_on_one_device(whole, copy, compile_cache):  # case 7
     ended = call(compile_cache, "--resume", "--out", copy, "--mesh", "single", "--steps", 16)
     assert (ended.returncode, ended.stderr) == (0, "")

@@ -19,7 +19,6 @@ import tyro
 from switchjax.arguments import HELP, flagged, parse, value_of
 from switchjax.config import (
     DataConfig,
-    DistributedConfig,
     EvalConfig,
     ModelConfig,
     OptimConfig,
@@ -27,6 +26,7 @@ from switchjax.config import (
     TokenizerConfig,
     read_config,
 )
+from switchjax.distributed_config import DistributedConfig
 from switchjax.errors import NonFiniteError, UserError, unknown
 from switchjax.generate_config import GenerateConfig
 from switchjax.interop.options import FromHuggingFace, ToHuggingFace, UpcycleConfig

@@ -14,7 +14,7 @@ from typing import Any
 import jax
 
 from switchjax import ending, processes
-from switchjax.config import DistributedConfig
+from switchjax.distributed_config import DistributedConfig
 from switchjax.errors import UserError
 
 NAME_PATIENCE = 30  # seconds, for a coordinator's name, which a cluster may publish late

@@ -16,7 +16,10 @@ Experts = Literal["separate", "folded"]
 Dispatcher = Literal["all_to_all", "all_gather", "ragged", "local"]
 Wire = Literal["compute", "bfloat16", "float8"]
 ReduceDtype = Literal["compute", "float32", "bfloat16"]
+Offload = Literal["none", "optimizer", "optimizer+activations"]
 RouterKind = Literal["top_k", "expert_choice"]
+ComputeDtype = Literal["float32", "bfloat16", "float16"]
+ParamDtype = Literal["float32", "bfloat16"]
 Remat = Literal["none", "moe", "dots", "full"]
 
 
@@ -98,8 +101,13 @@ class ModelConfig:
     """The same inside experts; None = as `dropout`."""
     init_scale: float = 0.1
     """Weights start with variance init_scale / fan_in (Switch Transformer, section 2.4)."""
-    dtype: Literal["float32", "bfloat16"] = "float32"
-    """Compute dtype; parameters, router, norms, softmax and losses stay float32."""
+    dtype: ComputeDtype = "float32"
+    """Compute dtype; router, norms, softmax and losses stay float32. float16 needs
+    `optim.loss_scale`."""
+    param_dtype: ParamDtype = "float32"
+    """Dtype of the weights of attention, feed-forward layers, experts and embeddings; router, norms
+    and relative positions stay float32. With bfloat16 the optimizer works on float32 copies, which
+    its state holds."""
     remat: Remat = "none"
     """What the backward pass computes again instead of keeping it: `moe`, hidden activations of
     experts; `dots`, of each period all but products with weights and what other devices sent;
@@ -209,6 +217,10 @@ class OptimConfig:
     """Largest global norm of the gradient; None = no clipping."""
     accumulation: int = 1
     """Micro-batches of one optimizer step."""
+    loss_scale: Literal["dynamic"] | None = None
+    """What the loss is multiplied by, so that small gradients survive float16: `dynamic`, as much
+    as they bear without overflow. A step that overflows is skipped: its batch is gone, and all
+    else stays as it was."""
     balance_coefficient: float = 1e-2
     """Weight of the load-balancing loss (Switch Transformer, eq. 4)."""
     z_coefficient: float = 1e-3
@@ -274,6 +286,16 @@ class RunConfig:
             self.data.batch_size % self.optim.accumulation == 0,
             f"data.batch_size {self.data.batch_size} must be a multiple of "
             f"optim.accumulation {self.optim.accumulation}",
+        )
+        require(
+            self.model.dtype != "float16" or self.optim.loss_scale is not None,
+            "model.dtype float16 loses small gradients without a loss scale: add "
+            "optim.loss_scale dynamic, or compute in bfloat16, which needs none",
+        )
+        require(
+            self.model.dtype == "float16" or self.optim.loss_scale is None,
+            f"optim.loss_scale {self.optim.loss_scale} is for model.dtype float16: gradients in "
+            f"{self.model.dtype} do not get too small, so leave it out",
         )
 
 
@@ -348,45 +370,6 @@ class EvalConfig:
         for name in ("step", "devices", "batches"):
             if getattr(self, name) is not None:
                 require_positive("eval", self, name)
-
-
-@dataclass(frozen=True, kw_only=True)
-class DistributedConfig:
-    """The other processes of the same run; not part of what a run is. Without options they are
-    found where Slurm, Open MPI or an indexed Kubernetes job has started several."""
-
-    coordinator: str | None = None
-    """Address that process 0 listens at and all others reach, as host:port."""
-    num_processes: int | None = None
-    """How many there are; 1 = do not look for others."""
-    process_id: int | None = None
-    """Which of them this one is, from 0."""
-    timeout: int = 300
-    """Seconds to wait until all are there."""
-
-    def __post_init__(self) -> None:
-        require_positive("distributed", self, "timeout")
-        given = {n: getattr(self, n) for n in ("coordinator", "num_processes", "process_id")}
-        if self.num_processes is not None:
-            require_positive("distributed", self, "num_processes")
-        if self.num_processes != 1:
-            missing = [f"--distributed.{n.replace('_', '-')}" for n in given if given[n] is None]
-            require(
-                len(missing) in (0, len(given)),
-                f"of several processes each needs {', '.join(missing)} too",
-            )
-        if self.coordinator is not None:
-            host, _, port = self.coordinator.rpartition(":")
-            require(
-                bool(host) and port.isdecimal() and 0 < int(port) < 2**16,
-                f"distributed.coordinator must be host:port, got {self.coordinator!r}",
-            )
-        if self.process_id is not None and self.num_processes is not None:
-            require(
-                0 <= self.process_id < self.num_processes,
-                f"distributed.process_id must be at least 0 and below distributed.num_processes "
-                f"{self.num_processes}, got {self.process_id}",
-            )
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -10,7 +10,8 @@ import numpy as np
 
 from switchjax import cluster, ending, processes, setup
 from switchjax.batch import Batch
-from switchjax.config import DistributedConfig, EvalConfig, read_config
+from switchjax.config import EvalConfig, read_config
+from switchjax.distributed_config import DistributedConfig
 from switchjax.layout import Layout
 from switchjax.loss import TargetSums
 from switchjax.metrics import router_record

@@ -40,7 +40,8 @@ _GRADIENT_FLOOR = 1e-6 / GRADIENT_LIMIT
 _KINDS = {
     "router": ("router_DE",),
     "experts": ("w_in_EDF", "w_gate_EDF", "w_out_EFD"),
-    "attention": ("w_q_DHK", "w_k_DHK", "w_v_DHK", "w_o_HKD", "relative_UH"),
+    "attention": ("w_q_DHK", "w_k_DHK", "w_v_DHK", "w_o_HKD"),
+    "position": ("relative_UH",),
     "feed-forward": ("w_in_DF", "w_gate_DF", "w_out_FD"),
     "norm": ("norm_D",),
     "embedding": ("embed_VD",),

@@ -108,6 +108,12 @@ class Layout:
             layout = replace(layout, **split)
         return layout
 
+    def expert_parts(self) -> int:
+        """Parts that the experts of a layer are split into, on the mesh in use."""
+        axes = self.w_in_edf.spec.partitions[0]
+        sizes = jax.sharding.get_abstract_mesh().shape
+        return math.prod(sizes[axis] for axis in (axes if isinstance(axes, tuple) else (axes,)))
+
     def rows(self, num_dims: int) -> P:
         """Of an array whose first dim is batch rows."""
         return P(TOKENS, *(None,) * (num_dims - 1))
@@ -169,7 +175,8 @@ def and_lone_axes(spec: P) -> P:
     """
     lone = [axis for axis, size in jax.sharding.get_abstract_mesh().shape.items() if size == 1]
     first, *others = spec.partitions
-    first = first if isinstance(first, tuple) else (first,)
+    if not isinstance(first, tuple):
+        first = () if first is None else (first,)
     lone = [axis for axis in lone if axis not in (*first, *others)]
     return P((*first, *lone), *others, reduced=spec.reduced)
 
@@ -211,12 +218,8 @@ def check(
 
 def _check_experts(model: ModelConfig, shape: MeshShape) -> None:
     exchange = shape.exchange
-    if exchange.experts == "separate":
-        _divides(shape, "expert", shape.expert, "model.num_experts", model.num_experts)
-    else:
-        devices = shape.expert * shape.model
-        name = "with folded experts expert * model"
-        _divides(shape, name, devices, "model.num_experts", model.num_experts)
+    name = "expert" if exchange.experts == "separate" else "with folded experts expert * model"
+    _divides(shape, name, shape.expert_parts, "model.num_experts", model.num_experts)
     if exchange.dispatcher == "ragged" and model.encoder_router == "expert_choice":
         raise UserError(
             f"mesh {shape.name}: dispatcher ragged is for experts that take whatever chooses them; "
@@ -231,7 +234,12 @@ def _check_experts(model: ModelConfig, shape: MeshShape) -> None:
 
 
 def _check_storage(model: ModelConfig, shape: MeshShape) -> None:
-    zero = shape.storage.zero
+    zero, offload = shape.storage.zero, shape.storage.offload
+    if offload == "optimizer+activations" and model.remat != "full":
+        raise UserError(
+            f"mesh {shape.name}: offload = {offload} moves to the host what each period receives, "
+            f"and model.remat {model.remat} keeps more than that: choose model.remat full"
+        )
     if zero and shape.data == 1:
         raise UserError(
             f"mesh {shape.name}: zero = {zero} splits the state over data, and data = 1: it would "
@@ -239,6 +247,22 @@ def _check_storage(model: ModelConfig, shape: MeshShape) -> None:
         )
     if zero:
         _divides(shape, f"with zero = {zero} data", shape.data, "model.d_model", model.d_model)
+    if hot := shape.storage.hot_experts:
+        _check_hot_experts(model, shape, hot)
+
+
+def _check_hot_experts(model: ModelConfig, shape: MeshShape, hot: int) -> None:
+    if not model.moe_every:
+        raise UserError(
+            f"mesh {shape.name}: hot_experts = {hot}, and a model with model.moe_every 0 has none"
+        )
+    if hot >= model.num_experts:
+        raise UserError(
+            f"mesh {shape.name}: hot_experts = {hot} must be less than model.num_experts = "
+            f"{model.num_experts}: to keep them all gathered is zero = 2"
+        )
+    name = "expert" if shape.exchange.experts == "separate" else "expert * model"
+    _divides(shape, name, shape.expert_parts, "hot_experts", hot)
 
 
 def _divides(shape: MeshShape, axis: str, size: int, name: str, number: int) -> None:

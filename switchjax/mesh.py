@@ -17,7 +17,7 @@ from typing import get_args
 import jax
 
 from switchjax.axes import AXES
-from switchjax.config import Dispatcher, Experts, ReduceDtype, Wire
+from switchjax.config import Dispatcher, Experts, Offload, ReduceDtype, Wire
 from switchjax.errors import UserError, unknown
 
 # An installed package carries the mesh files inside itself, a checkout beside itself.
@@ -75,15 +75,29 @@ class Storage:
     """What the axis `data` splits: 1, the optimizer's state; 2, gradients too; 3, parameters too,
     which are gathered where they are used. None of it changes the numbers."""
     reduce_dtype: ReduceDtype = "compute"
-    """Dtype in which weights' gradients are summed over devices: as computed, or this one."""
+    """Dtype in which weights' gradients are summed over devices: as computed, or this one. Those of
+    routers, norms and relative positions are float32 all the same."""
+    hot_experts: int = 0
+    """With zero 3: experts of a layer, each device's busiest, that are gathered once a step. The
+    others are gathered where they are used. It does not change the numbers."""
+    offload: Offload = "none"
+    """What is in memory of the host until it is needed: the optimizer's state, or that and what
+    each period of a stack receives. It does not change the numbers."""
 
     def __post_init__(self) -> None:
         if self.zero not in range(4) or isinstance(self.zero, bool | float):
             raise UserError(f"zero must be 0, 1, 2 or 3, got {self.zero!r}")
-        known = get_args(ReduceDtype)
-        if self.reduce_dtype not in known:
+        for name, choices in (("reduce_dtype", ReduceDtype), ("offload", Offload)):
+            value, known = getattr(self, name), get_args(choices)
+            if value not in known:
+                raise UserError(f"{name} must be one of {', '.join(known)}, got {value!r}")
+        hot = self.hot_experts
+        if not _is_count(hot) and (hot != 0 or isinstance(hot, bool | float)):
+            raise UserError(f"hot_experts must be 0 or a positive integer, got {hot!r}")
+        if hot and self.zero != 3:
             raise UserError(
-                f"reduce_dtype must be one of {', '.join(known)}, got {self.reduce_dtype!r}"
+                f"hot_experts = {hot} stay gathered where zero = 3 splits parameters, and "
+                f"zero = {self.zero}"
             )
 
 
@@ -125,6 +139,11 @@ class MeshShape:
     @property
     def num_devices(self) -> int:
         return self.data * self.expert * self.model
+
+    @property
+    def expert_parts(self) -> int:
+        """Parts that the experts of a layer are split into."""
+        return self.expert * (self.model if self.exchange.experts == "folded" else 1)
 
     def __str__(self) -> str:
         return f"data={self.data},expert={self.expert},model={self.model}"

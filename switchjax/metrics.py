@@ -6,6 +6,7 @@ import numpy as np
 from jax import Array
 
 from switchjax.moe.layer import RouterStats
+from switchjax.scaling import LossScale
 
 
 class StepMetrics(NamedTuple):
@@ -15,12 +16,13 @@ class StepMetrics(NamedTuple):
     ce: Array  # nats per real target
     aux: Array  # balance loss, mean over Switch layers (and micro-batches)
     z: Array  # router z-loss, likewise
-    grad_norm: Array  # global, before clipping
+    grad_norm: Array  # global, before clipping; not finite if the step was skipped
     learning_rate: Array
     tokens: Array  # real tokens that the model read, int32
     router: (
         RouterStats | None
     )  # summed over micro-batches [layers, ...]; None without Switch layers
+    loss_scale: LossScale | None  # after the step
 
 
 def router_record(router: RouterStats | None) -> dict[str, float]:

@@ -190,6 +190,7 @@ class Stack(nnx.Module):
             self.config.remat,
             gathers_weights=self.layout.storage.zero == 3,
             is_looped=self.config.scan,
+            offloads=self.layout.storage.offload == "optimizer+activations",
         )
         num_periods = self.num_periods
         rate = self.config.dropout

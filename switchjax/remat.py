@@ -4,7 +4,8 @@
 period, the results of products with weights and what other devices sent. `full` keeps what each
 period receives. Whatever is computed again, two things are not: who goes where, since a choice
 between two equal experts might fall otherwise, and with `moe` and `dots` what tokens' exchanges
-brought. Weights that are gathered for use (`zero` 3) are never kept, and gathered again.
+brought. Weights that are gathered for use (`zero` 3) are never kept, and gathered again. With
+`offload = optimizer+activations` in the mesh file, what a period receives is kept on the host.
 """
 
 from collections.abc import Callable
@@ -26,6 +27,7 @@ PRODUCT = "product"
 """Of arrived tokens with weights."""
 RETURNED = "returned"
 """Outputs of experts at their tokens."""
+_RECEIVED = "received"  # by a period
 
 _GATHER = "all_gather_reduced"  # of weights alone: see `zero.in_use`
 # Nothing is computed here: copies of a gathered weight, and others that are as cheap to make again.
@@ -46,14 +48,33 @@ def named(name: str, tree: Tree) -> Tree:
 
 
 def with_policy(
-    body: Callable[..., Any], remat: Remat, *, gathers_weights: bool, is_looped: bool
+    body: Callable[..., Any],
+    remat: Remat,
+    *,
+    gathers_weights: bool,
+    is_looped: bool,
+    offloads: bool = False,
 ) -> Callable[..., Any]:
     """A period that keeps what the policy says.
 
     Args:
+        body: takes the tokens that the period receives first.
+        offloads: keeps them in memory of the host; with `full` alone.
         is_looped: the body of a loop, of which XLA cannot join the two passes.
     """
     names = jax.checkpoint_policies.save_only_these_names
+    if offloads:
+        assert remat == "full", remat
+        return jax.checkpoint(
+            lambda x, *rest: body(named(_RECEIVED, x), *rest),
+            policy=jax.checkpoint_policies.save_and_offload_only_these_names(
+                names_which_can_be_saved=[ROUTING],
+                names_which_can_be_offloaded=[_RECEIVED],
+                offload_src="device",
+                offload_dst="pinned_host",
+            ),
+            prevent_cse=not is_looped,
+        )
     match remat:
         case "full":
             policy = names(ROUTING)
@@ -76,8 +97,14 @@ def _all_but_weights(primitive: Any, *_: Any, **params: Any) -> bool:
 
 
 def _gathers(jaxpr: Any) -> bool:
-    """Whether weights are gathered at once or in a `shard_map`, not in a part further in."""
-    inner = [eqn.params["jaxpr"] for eqn in jaxpr.eqns if eqn.primitive.name == "shard_map"]
+    """Whether weights are gathered at once, in a `shard_map` or in a branch; not further in."""
+    inner = []
+    for eqn in jaxpr.eqns:
+        match eqn.primitive.name:
+            case "shard_map":
+                inner.append(eqn.params["jaxpr"])
+            case "cond":
+                inner += [branch.jaxpr for branch in eqn.params["branches"]]
     names = {eqn.primitive.name for part in (jaxpr, *inner) for eqn in part.eqns}
     return _GATHER in names
 

@@ -35,7 +35,8 @@ class Report:
         """Reports the step that waits, if one does.
 
         Raises:
-            NonFiniteError: its loss or gradient is infinite or NaN.
+            NonFiniteError: its loss or gradient is infinite or NaN, and the step was not skipped
+                for that; or what was skipped would overflow at any scale.
         """
         if self._waiting is None:
             return
@@ -46,11 +47,18 @@ class Report:
         record = {"step": step, "tokens": self.tokens}
         record |= {name: float(getattr(metrics, name)) for name in names}
         record |= router_record(metrics.router)
+        scale = metrics.loss_scale
+        record["loss_scale"] = 1.0 if scale is None else float(scale.scale)
+        record["skipped_steps"] = 0 if scale is None else int(scale.skipped)
         record["fallback_share"] = self._count_fallback(metrics.router)
+        record["cold_share"] = 0.0 if metrics.router is None else float(metrics.router.cold.mean())
         record["tokens_per_second"] = int(metrics.tokens) / (time_now - self._last)
         record["seconds"] = time_now - self._began
         self._last = time_now
         self._log.step(record, None if metrics.router is None else metrics.router.load_E)
+        if scale is not None and not math.isfinite(record["grad_norm"]):
+            _require_scalable(step, record["loss_scale"])
+            return
         for name in names:
             if not math.isfinite(record[name]):
                 raise NonFiniteError(f"step {step}: {name} is {record[name]}")
@@ -60,3 +68,11 @@ class Report:
         self._steps += 1
         self._fell_back += router is not None and bool(router.fell_back.any())
         return self._fell_back / self._steps
+
+
+def _require_scalable(step: int, scale: float) -> None:
+    if scale < 1:
+        raise NonFiniteError(
+            f"step {step}: gradients overflow float16 at every loss scale down to 1; the last "
+            "steps were skipped"
+        )

@@ -5,6 +5,7 @@ Knows nothing of JAX or of how the numbers came about: it is given plain floats 
 """
 
 import json
+import math
 import os
 import time
 from pathlib import Path
@@ -27,11 +28,14 @@ STEP_METRICS = (
     "z",
     "grad_norm",
     "learning_rate",
+    "loss_scale",
+    "skipped_steps",
     "drop_fraction",
     "load_max",
     "load_min",
     "dead_experts",
     "fallback_share",
+    "cold_share",
     "tokens_per_second",
     "seconds",
 )
@@ -99,7 +103,7 @@ class RunLog:
         step = int(record["step"])
         _write_line(self._metrics, record)
         for name, value in record.items():
-            if name != "step":
+            if name != "step" and math.isfinite(value):
                 self._events.add_scalar(f"train/{name}", value, step)
         if self._load is not None:
             assert load is not None
@@ -146,6 +150,8 @@ class RunLog:
             f"loss {record['loss']:.3f}  drop {record['drop_fraction']:.1%}  "
             f"{record['tokens_per_second']:,.0f} tokens/s  eta {self._eta(step, now)}"
         ).replace("%", " %")
+        if record["loss_scale"] != 1 or record["skipped_steps"]:
+            shown += f"  scale {record['loss_scale']:.10g}  skipped {record['skipped_steps']:.0f}"
         if self._progress is not None:
             self._progress.update(self._task, completed=step, shown=shown)
             return
@@ -217,5 +223,7 @@ def _step_of(line: str) -> float:
 
 
 def _write_line(file, record: dict[str, float]) -> None:
-    file.write(json.dumps(record) + "\n")
+    # JSON has no infinity and no NaN.
+    finite = {name: x if math.isfinite(x) else None for name, x in record.items()}
+    file.write(json.dumps(finite) + "\n")
     file.flush()

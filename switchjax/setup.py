@@ -9,14 +9,14 @@ from pathlib import Path
 
 import jax
 
-from switchjax import layout, mesh, processes
+from switchjax import layout, mesh, offload, processes
 from switchjax.config import RunConfig, config_file
 from switchjax.data.pipeline import Data, load_data, row_lengths
 from switchjax.errors import UserError
 from switchjax.layout import Layout
 from switchjax.mesh import MeshShape
 from switchjax.state import init_state
-from switchjax.weights import Weights, open_weights, require_fit
+from switchjax.weights import Weights, in_dtypes_of, open_weights, require_fit
 
 
 def check(config: RunConfig) -> MeshShape:
@@ -31,7 +31,12 @@ def check(config: RunConfig) -> MeshShape:
 
 
 def check_sizes(config: RunConfig, shape: MeshShape) -> None:
-    """Raises UserError unless the config's sizes divide over this mesh, not over `config.mesh`."""
+    """Raises UserError unless the config fits this mesh, not `config.mesh`."""
+    if shape.storage.offload == "optimizer" and config.optim.optimizer == "sgd":
+        raise UserError(
+            f"mesh {shape.name}: offload = optimizer moves the optimizer's state to the host, and "
+            "optim.optimizer sgd has none: it would do nothing, so leave it out"
+        )
     layout.check(
         config.model,
         shape,
@@ -73,14 +78,20 @@ def open_initial_weights(config: RunConfig, shape: MeshShape) -> Weights | None:
     weights = open_weights(config.init_from)
     with mesh.use_abstract_mesh(shape):
         state = jax.eval_shape(partial(init_state, config, layout.Layout.of(shape)))
-    require_fit(weights, state.model)
+    require_fit(in_dtypes_of(state.model, weights)[0], state.model)
     return weights
 
 
 def start_devices(config: RunConfig, shape: MeshShape) -> jax.sharding.Mesh:
-    """The mesh on the devices of all processes, simulated ones where JAX runs on CPU."""
+    """The mesh on the devices of all processes, simulated ones where JAX runs on CPU.
+
+    Raises:
+        UserError: their number does not fit, or they lack a kind of memory that the mesh asks for.
+    """
     mesh.simulate_devices(config.devices, shape, num_processes=processes.count())
-    return mesh.make_mesh(shape)
+    made = mesh.make_mesh(shape)
+    offload.check_memory(shape, made)
+    return made
 
 
 def read_data(config: RunConfig, layout: Layout, *, eval_batches: int | None) -> Data:

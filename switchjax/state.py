@@ -8,22 +8,30 @@ import optax
 from jax import Array
 from jax.sharding import NamedSharding
 
-from switchjax import zero
+from switchjax import offload, optim, zero
 from switchjax.config import ModelConfig, RunConfig
 from switchjax.layout import Layout
 from switchjax.mesh import MeshShape, use_abstract_mesh
 from switchjax.model import SwitchTransformer, switch_layer_names
-from switchjax.optim import make_optimizer
 from switchjax.saved_steps import named_leaves
+from switchjax.scaling import LossScale, first_scale
 
 
 class TrainState(NamedTuple):
     """What a step hands to the next one; all of it is in a checkpoint."""
 
-    step: Array  # finished optimizer steps
+    step: Array  # finished steps, each with a batch of its own
     model: SwitchTransformer
     opt_state: optax.OptState
     router_bias_XE: Array | None  # on the choice of experts, float32; None without a bias rate
+    # Choices of each expert in all steps, the later ones counting more, float32; None without any.
+    load_XE: Array | None = None
+    loss_scale: LossScale | None = None  # None where the loss is not scaled
+
+    @property
+    def updates(self) -> Array:
+        """Finished steps that were not skipped: those that the learning rate goes by."""
+        return self.step if self.loss_scale is None else self.step - self.loss_scale.skipped
 
 
 def keys(config: RunConfig) -> tuple[Array, Array]:
@@ -41,8 +49,12 @@ def init_state(config: RunConfig, layout: Layout) -> TrainState:
 def first_state(config: RunConfig, layout: Layout, model: SwitchTransformer) -> TrainState:
     """The state before the first step of a run that starts from this model."""
     parameters: Any = zero.split(model) if layout.storage.zero else model
-    opt_state = make_optimizer(config.optim).init(parameters)
-    return TrainState(jnp.int32(0), model, opt_state, init_router_bias(config))
+    opt_state = optim.init(config.optim, parameters)
+    if layout.storage.offload != "none":
+        opt_state = offload.to_host(opt_state)
+    bias_XE, load_XE = init_router_bias(config), init_load(config.model)
+    loss_scale = first_scale(config.optim)
+    return TrainState(jnp.int32(0), model, opt_state, bias_XE, load_XE, loss_scale)
 
 
 def init_router_bias(config: RunConfig) -> Array | None:
@@ -53,15 +65,24 @@ def init_router_bias(config: RunConfig) -> Array | None:
     return jnp.zeros((num_layers, config.model.num_experts), jnp.float32)
 
 
+def init_load(config: ModelConfig) -> Array | None:
+    """No choices yet [Switch layers, experts]."""
+    num_layers = len(switch_layer_names(config))
+    return jnp.zeros((num_layers, config.num_experts), jnp.float32) if num_layers else None
+
+
 def abstract_state(config: RunConfig, layout: Layout) -> TrainState:
-    """Shapes, dtypes and shardings of the state on the mesh in use, without its values."""
+    """Shapes, dtypes and shardings, which say whose memory, of the state; on the mesh in use."""
     mesh = jax.sharding.get_mesh()
 
     def on_mesh(x: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
         spec = x.sharding.spec if x.sharding is not None else layout.whole
         return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=NamedSharding(mesh, spec))
 
-    return jax.tree.map(on_mesh, jax.eval_shape(lambda: init_state(config, layout)))
+    state = jax.tree.map(on_mesh, jax.eval_shape(lambda: init_state(config, layout)))
+    if layout.storage.offload != "none":
+        state = state._replace(opt_state=offload.promised(state.opt_state))
+    return state
 
 
 def model_shapes(config: ModelConfig) -> dict[str, jax.ShapeDtypeStruct]:

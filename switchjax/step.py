@@ -1,25 +1,27 @@
 """One optimizer step, and one batch of evaluation: pure functions of state and batch."""
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 import optax
 from jax import Array, lax
 
-from switchjax import zero
+from switchjax import expert_cache, scaling, zero
 from switchjax.batch import Batch
 from switchjax.config import OptimConfig, RunConfig
 from switchjax.layout import Layout
 from switchjax.loss import TargetSums, target_sums
 from switchjax.metrics import StepMetrics
 from switchjax.model import SwitchTransformer
+from switchjax.moe import hot
 from switchjax.moe.layer import RouterStats
 from switchjax.moe.routing import moved_bias
 from switchjax.nn.noise import Noise
-from switchjax.optim import learning_rate, make_optimizer
+from switchjax.optim import learning_rate
 from switchjax.state import TrainState, keys
+from switchjax.update import update
 
 
 class Counts(NamedTuple):
@@ -59,45 +61,72 @@ def step_with_gradient(
     config: RunConfig, layout: Layout, state: TrainState, batch: Batch
 ) -> tuple[TrainState, StepMetrics, SwitchTransformer]:
     """`train_step`, and the gradient before clipping, each array in the place of its parameter."""
-    optim = config.optim
     key = jax.random.fold_in(keys(config)[1], state.step)
     whole = Counts.of(batch)
 
     variables = zero.variables(state.model, layout)
+    kept = expert_cache.gathered(state.model, state.load_XE, layout)
 
     def gradient(micro: Batch) -> tuple[SwitchTransformer, LossParts]:
         noise = Noise(key, micro.row_B)
 
         def loss(variables: SwitchTransformer) -> tuple[Array, LossParts]:
             model = zero.with_variables(state.model, variables, layout)
-            return _loss(model, state.router_bias_XE, micro, noise, whole, optim)
+            model = expert_cache.with_gathered(model, kept)
+            bias_XE = state.router_bias_XE
+            total, parts = _loss(model, bias_XE, micro, noise, whole, config.optim)
+            return scaling.scaled(total, state.loss_scale), parts
 
         return jax.grad(loss, has_aux=True)(variables)
 
-    parameters: Any = state.model  # optax takes any pytree and names a few kinds
-    grads: Any
-    grads, parts = _accumulate(gradient, batch, optim.accumulation, layout)
+    grads, parts = _accumulate(gradient, batch, config.optim.accumulation, layout)
     if layout.storage.zero:
-        parameters, grads = zero.split((parameters, grads))
-    updates, opt_state = make_optimizer(optim).update(grads, state.opt_state, parameters)
+        grads = zero.split(grads)
+    grads = scaling.unscaled(grads, state.loss_scale)
+    grad_norm = optax.tree.norm(grads)  # finite only if all of the gradient is
+    next_state = _next_state(config, layout, state, grads, grad_norm, parts.router)
     aux, z = _router_losses(parts.router)
     metrics = StepMetrics(
-        loss=_total(parts.ce, aux, z, optim),
+        loss=_total(parts.ce, aux, z, config.optim),
         ce=parts.ce,
         aux=aux,
         z=z,
-        grad_norm=optax.tree.norm(grads),
-        learning_rate=learning_rate(optim, state.step),
+        grad_norm=grad_norm,
+        learning_rate=learning_rate(config.optim, state.updates),
         tokens=whole.tokens_S.sum(),
         router=parts.router,
+        loss_scale=next_state.loss_scale,
     )
-    model: Any = optax.apply_updates(parameters, updates)
+    return next_state, metrics, grads
+
+
+def _next_state(
+    config: RunConfig,
+    layout: Layout,
+    state: TrainState,
+    grads: SwitchTransformer,
+    grad_norm: Array,
+    router: RouterStats | None,
+) -> TrainState:
+    """The state after a step with this gradient. Where the loss is scaled, a step whose gradient
+    is not finite leaves all but its number and the scale as it was."""
+    parameters = zero.split(state.model) if layout.storage.zero else state.model
+    is_taken = None if state.loss_scale is None else jnp.isfinite(grad_norm)
+    model, opt_state = update(
+        config.optim, layout.storage, grads, state.opt_state, parameters, is_taken=is_taken
+    )
+    bias_XE, load_XE, loss_scale = state.router_bias_XE, state.load_XE, state.loss_scale
+    if bias_XE is not None and router is not None:
+        bias_XE = moved_bias(bias_XE, router.load_E, config.optim.bias_rate)
+    if load_XE is not None and router is not None:
+        load_XE = hot.counted(load_XE, router.load_E)
+    if is_taken is not None and loss_scale is not None:
+        old = state.router_bias_XE, state.load_XE
+        bias_XE, load_XE = scaling.chosen(is_taken, (bias_XE, load_XE), old)
+        loss_scale = loss_scale.after(is_taken)
     if layout.storage.zero in (1, 2):
         model = zero.gathered(model)
-    router_bias_XE = state.router_bias_XE
-    if router_bias_XE is not None and parts.router is not None:
-        router_bias_XE = moved_bias(router_bias_XE, parts.router.load_E, optim.bias_rate)
-    return TrainState(state.step + 1, model, opt_state, router_bias_XE), metrics, grads
+    return TrainState(state.step + 1, model, opt_state, bias_XE, load_XE, loss_scale)
 
 
 def _loss(
@@ -120,7 +149,8 @@ def _loss(
         share_S = Counts.of(micro).tokens_S / jnp.maximum(whole.tokens_S, 1)
         share_X = jnp.repeat(share_S, router.z.size // share_S.size)
         balance_X = router.balance / optim.accumulation
-        router = router._replace(balance=balance_X, z=router.z * share_X)
+        cold_X = router.cold / optim.accumulation  # of the step's gathers
+        router = router._replace(balance=balance_X, z=router.z * share_X, cold=cold_X)
     return _total(ce, *_router_losses(router), optim), LossParts(ce, router)
 
 

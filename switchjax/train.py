@@ -18,13 +18,15 @@ import jax
 import jax.numpy as jnp
 from rich.console import Console
 
-from switchjax import cluster, ending, processes, setup
+from switchjax import cluster, ending, offload, processes, setup
 from switchjax.batch import Batch
 from switchjax.checkpoint import Checkpoints
-from switchjax.config import DistributedConfig, RunConfig, to_dict, write_config
+from switchjax.config import RunConfig, to_dict, write_config
 from switchjax.data.pipeline import Data
+from switchjax.distributed_config import DistributedConfig
 from switchjax.errors import NonFiniteError, UserError
 from switchjax.evaluate import EvalStep, evaluate
+from switchjax.expert_cache import gathered_bytes, kept_bytes, saved_bytes
 from switchjax.layout import Layout
 from switchjax.mesh import MeshShape
 from switchjax.metrics import StepMetrics
@@ -41,7 +43,14 @@ from switchjax.state import (
 )
 from switchjax.step import eval_step, train_step
 from switchjax.stopping import stop_signal, together
-from switchjax.weights import ROUTER_BIAS, Weights, load_array, load_model, open_weights
+from switchjax.weights import (
+    ROUTER_BIAS,
+    Weights,
+    in_dtypes_of,
+    load_array,
+    load_model,
+    open_weights,
+)
 
 _DISK_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
@@ -106,6 +115,7 @@ def _train(config: RunConfig, shape: MeshShape, console: Console) -> tuple[Resul
                 f"{data.num_train_examples:,} examples for training, "
                 f"{data.num_eval_examples:,} for evaluation",
                 f"unigram entropy of the held-out targets: {data.unigram_entropy:.3f} nats",
+                *_of_hot_experts(config, shape),
             )
             compiled = _compile(run, start.state)
             log = stack.enter_context(_open_log(config, start.step + 1, console))
@@ -165,6 +175,19 @@ def _say(console: Console, *lines: str) -> None:
         console.print(line, markup=False, highlight=False, soft_wrap=True)
 
 
+def _of_hot_experts(config: RunConfig, shape: MeshShape) -> list[str]:
+    """What those of the mesh file cost and save."""
+    if not (hot := shape.storage.hot_experts):
+        return []
+    kept, saved = kept_bytes(config.model, shape), saved_bytes(config, shape)
+    of_all = saved / (saved + gathered_bytes(config, shape))
+    return [
+        f"{hot} of {config.model.num_experts} experts of each Switch layer stay gathered: "
+        f"{kept / 1e6:,.1f} MB a device, which saves {saved / 1e6:,.1f} MB a step on its wire, "
+        f"{of_all:.0%} of what gathering experts takes"
+    ]
+
+
 def _open_checkpoints(config: RunConfig, console: Console) -> Checkpoints:
     return Checkpoints(
         checkpoint_directory(config.out),
@@ -221,6 +244,7 @@ def _first_state(run: _Run) -> TrainState:
     if weights is None:  # a run to resume that was stopped before its first checkpoint
         weights = open_weights(config.init_from)
     target = abstract_state(config, run.layout)
+    weights, conversion = in_dtypes_of(target.model, weights)
     model = load_model(weights, target.model)
     initial = jax.jit(partial(first_state, config, run.layout)).lower(model).compile()
     processes.meet()
@@ -231,7 +255,7 @@ def _first_state(run: _Run) -> TrainState:
         state = state._replace(router_bias_XE=bias_XE)
     elif weights.router_bias is not None:
         started += ", and without the routers' bias, since optim.bias_rate is 0"
-    _say(run.console, f"model of {weights.source}; {started}")
+    _say(run.console, "; ".join(filter(None, [f"model of {weights.source}", conversion, started])))
     return state
 
 
@@ -256,8 +280,8 @@ def _compile(run: _Run, state: TrainState) -> _Compiled:
 
 def _are_finite(state: TrainState) -> dict[str, jax.Array]:
     """Of each array of numbers with a point, by name: is all of it finite?"""
-    arrays = named_leaves(state).items()
-    return {n: jnp.isfinite(x).all() for n, x in arrays if jnp.issubdtype(x.dtype, jnp.inexact)}
+    finite, arrays = named_leaves(offload.are_finite(state)), named_leaves(state)
+    return {n: finite[n] for n, x in arrays.items() if jnp.issubdtype(x.dtype, jnp.inexact)}
 
 
 def _require_finite(step: int, are_finite: dict[str, jax.Array]) -> None:

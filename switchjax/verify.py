@@ -103,6 +103,11 @@ def _checked(config: RunConfig, meshes: Sequence[str]) -> list[MeshShape]:
                 f"mesh {shape.name}: wire {shape.exchange.wire} rounds tokens on their way, so "
                 "numbers differ by more than the limits: leave it out"
             )
+        if shape.storage.reduce_dtype == "bfloat16":
+            raise UserError(
+                f"mesh {shape.name}: reduce_dtype bfloat16 rounds sums of gradients, so numbers "
+                "differ by more than the limits: leave it out"
+            )
     _check_drops(config, shapes)
     return shapes
 

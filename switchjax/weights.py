@@ -8,16 +8,17 @@ their checksums; it gets its name once it is complete. Names are those of `named
 
 import json
 import shutil
+from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import jax
 import numpy as np
 from safetensors import SafetensorError, safe_open
 
-from switchjax.config import RunConfig, read_config, write_config
+from switchjax.config import ParamDtype, RunConfig, read_config, write_config
 from switchjax.errors import UserError
 from switchjax.saved_steps import (
     MANIFEST,
@@ -142,6 +143,33 @@ def load_model(weights: Weights, target: Any) -> Any:
     require_fit(weights, target)
     arrays = [load_array(weights, name, leaf) for name, leaf in named_leaves(target).items()]
     return jax.tree.unflatten(jax.tree.structure(target), arrays)
+
+
+def in_dtypes_of(target: Any, weights: Weights) -> tuple[Weights, str]:
+    """The weights for a model of another `param_dtype`, and what was done to them, in words.
+
+    Args:
+        target: as for `load_model`; only dtypes are looked at.
+    """
+    wanted = {name: leaf.dtype for name, leaf in named_leaves(target).items()}
+
+    def dtype(name: str) -> np.dtype:
+        stored = weights.shapes[name].dtype
+        both = {stored.name, wanted.get(name, stored).name}
+        return wanted[name] if both == set(get_args(ParamDtype)) else stored
+
+    def read(name: str, index: Index = ()) -> np.ndarray:
+        values = weights.read(name, index)
+        return values if name == ROUTER_BIAS else values.astype(dtype(name), copy=False)
+
+    shapes = {n: jax.ShapeDtypeStruct(s.shape, dtype(n)) for n, s in weights.shapes.items()}
+    changed = Counter((weights.shapes[n].dtype.name, s.dtype.name) for n, s in shapes.items())
+    words = [
+        f"{count} arrays {'widened' if new == 'float32' else 'rounded'} from {old} to {new}"
+        for (old, new), count in changed.items()
+        if old != new
+    ]
+    return replace(weights, shapes=shapes, read=read), ", ".join(words)
 
 
 def require_fit(weights: Weights, target: Any) -> None:

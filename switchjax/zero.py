@@ -19,6 +19,7 @@ from jax import Array, lax
 from jax.typing import DTypeLike
 
 from switchjax.axes import DATA, TOKENS
+from switchjax.config import ReduceDtype
 from switchjax.layout import Layout, reduced_over, unreduced_over, with_entry
 
 Tree = TypeVar("Tree")
@@ -31,25 +32,49 @@ class Slotted(NamedTuple):
     """
 
     value: Array
-    slot: Array
+    slot: Array | None
+
+
+def with_slot(value: Array | Slotted) -> Slotted:
+    """A weight's value, and its slot if it has one."""
+    return value if isinstance(value, Slotted) else Slotted(value, None)
+
+
+def dtype_of_sums(reduce_dtype: ReduceDtype, dtype: DTypeLike) -> jnp.dtype:
+    """In which gradients are summed that are computed in a dtype."""
+    return jnp.dtype(dtype if reduce_dtype == "compute" else reduce_dtype)
+
+
+def whole(part: Array, dim: int, *, to: str = "varying") -> Array:
+    """What `data` splits along a dim; inside `shard_map`."""
+    return lax.all_gather(part, DATA, axis=dim, tiled=True, to=to)
+
+
+def part_of_sum(array: Array, dim: int) -> Array:
+    """The device's part of the sum over `data`; inside `shard_map`."""
+    return lax.psum_scatter(array, DATA, scatter_dimension=dim, tiled=True)
 
 
 def in_use(
-    weight: nnx.Param, dtype: DTypeLike, layout: Layout, *, over: tuple[str, ...] = TOKENS
+    weight: nnx.Param,
+    dtype: DTypeLike,
+    layout: Layout,
+    *,
+    over: tuple[str, ...] = TOKENS,
+    reduce_dtype: ReduceDtype | None = None,
 ) -> Array:
     """The weight as products take it: in the dtype of compute, and gathered if `data` splits it.
 
     Args:
-        over: mesh axes that split what it is multiplied with. Gradients are summed over them, in
-            `reduce_dtype`.
+        over: mesh axes that split what it is multiplied with. Gradients are summed over them.
+        reduce_dtype: dtype of those sums; None: as the mesh file says.
     """
-    value, width = weight.get_value(), getattr(weight, "width", None)
-    value, slot = value if isinstance(value, Slotted) else (value, None)
-    reduce_dtype = layout.storage.reduce_dtype
-    reduce_dtype = jnp.dtype(dtype if reduce_dtype == "compute" else reduce_dtype)
+    value, slot = with_slot(weight.get_value())
+    width = getattr(weight, "width", None)
+    sum_dtype = dtype_of_sums(reduce_dtype or layout.storage.reduce_dtype, dtype)
     sizes = jax.sharding.get_abstract_mesh().shape
     is_summed = any(sizes[axis] > 1 for axis in over)
-    as_computed = reduce_dtype == jnp.dtype(dtype) or not is_summed
+    as_computed = sum_dtype == jnp.dtype(dtype) or not is_summed
     gathered_dim = _split_dim(value, width)
     if slot is None and as_computed and gathered_dim is None:
         return value.astype(dtype)  # JAX sums the gradient of its own accord
@@ -66,23 +91,26 @@ def in_use(
         if gathered_dim is None:
             return lax.pcast(part, over, to="reduced")
         part = lax.pcast(part, but_data, to="reduced")
-        return lax.all_gather(part, DATA, axis=gathered_dim, tiled=True, to="reduced")
+        return whole(part, gathered_dim, to="reduced")
 
     def summed(part: Array) -> Array:
-        part = part.astype(reduce_dtype)
+        part = part.astype(sum_dtype)
         if scattered_dim is None:
             return lax.psum(part, over).astype(has_gradient.dtype)
-        part = lax.psum_scatter(part, DATA, scatter_dimension=scattered_dim, tiled=True)
-        return lax.psum(part, but_data).astype(has_gradient.dtype)
+        return lax.psum(part_of_sum(part, scattered_dim), but_data).astype(has_gradient.dtype)
 
     @jax.custom_vjp
     def use(value: Array, slot: Array | None) -> Array:
+        if not is_summed:
+            return value.astype(dtype)
         return jax.shard_map(gathered, in_specs=held, out_specs=reduced_over(used, over))(value)
 
     def use_forward(value: Array, slot: Array | None) -> tuple[Array, None]:
         return use(value, slot), None
 
     def use_backward(_: None, gradient: Array) -> tuple[Array | None, Array | None]:
+        if not is_summed:
+            return None, gradient.astype(has_gradient.dtype)
         unreduced = unreduced_over(used, over)
         result = jax.shard_map(summed, in_specs=unreduced, out_specs=gradient_spec)(gradient)
         return (result, None) if slot is None else (None, result)

@@ -13,8 +13,7 @@ from switchjax.layout import Layout
 from switchjax.mesh import MeshShape, make_submesh, mesh_names, read_mesh
 from switchjax.metrics import StepMetrics
 from switchjax.model import SwitchTransformer
-from switchjax.optim import make_optimizer
-from switchjax.state import TrainState, abstract_state, init_router_bias, init_state
+from switchjax.state import TrainState, abstract_state, first_state, init_state
 from switchjax.step import train_step
 
 SEPARATE = Layout()
@@ -121,8 +120,7 @@ def start(config: RunConfig, layout: Layout = SEPARATE) -> TrainState:
     model = tree.unflatten(
         jax.device_put(x, place.sharding) for x, place in zip(arrays, places, strict=True)
     )
-    opt_state = jax.jit(make_optimizer(config.optim).init)(model)
-    return TrainState(jax.numpy.int32(0), model, opt_state, init_router_bias(config))
+    return jax.jit(partial(first_state, config, layout))(model)
 
 
 _MADE_OF = (
@@ -137,6 +135,7 @@ _MADE_OF = (
     "moe_every",
     "num_experts",
     "init_scale",
+    "param_dtype",
 )
 
 

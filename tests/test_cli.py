@@ -127,7 +127,34 @@ MISTAKES = {
     "accumulation": ("--optim.accumulation 3", "batch_size 8 must be a multiple of .* 3"),
     "groups": (f"{SWITCH[0]} 1 --mesh data8 --model.group-size 12", "group_size = 12 .* = 16"),
     "layers": ("--model.moe-every 2", "model.num_layers 1 must be a multiple of .*moe_every 2"),
-    # Names that are none.
+    # Where the state is.
+    "zero over nothing": (
+        "--mesh expert8,zero=3",
+        "zero = 3 splits the state over data, and data = 1: it would do nothing, so leave it out",
+    ),
+    "zero that does not divide": (
+        "--mesh data8,zero=1 --model.d-model 12",
+        "with zero = 1 data = 8 must divide model.d_model = 12",
+    ),
+    "zero": ("--mesh data8,zero=4", "zero must be 0, 1, 2 or 3, got 4"),
+    "half a zero": ("--mesh data8,zero=1.0", "zero must be 0, 1, 2 or 3, got 1.0"),
+    "dtype of sums": (
+        "--mesh data8,reduce_dtype=float8",
+        "reduce_dtype must be one of compute, .*, got 'float8'",
+    ),
+    "hot experts of none": ("--mesh data8,zero=3,hot_experts=2", "hot_experts = 2, .*moe_every 0"),
+    "all experts hot": (
+        f"{SWITCH[0]} 1 --mesh data8,zero=3,hot_experts=8",
+        "hot_experts = 8 must be less than model.num_experts = 8: to keep them all .* is zero = 2",
+    ),
+    "hot experts that do not divide": (
+        f"{SWITCH[0]} 1 --mesh data4_expert2,zero=3,hot_experts=3",
+        "expert = 2 must divide hot_experts = 3",
+    ),
+    "hot folded experts that do not divide": (
+        f"{SWITCH[0]} 1 --mesh data2_expert2_model2,experts=folded,zero=3,hot_experts=6",
+        r"expert \* model = 4 must divide hot_experts = 6",
+    ),
     # How tokens reach their experts.
     "dispatcher": ("--dispatcher alltoall", "dispatcher: expected one of .*all_gather"),
     "dispatcher of one device": (
@@ -159,6 +186,7 @@ MISTAKES = {
     "mesh file without model": ("--mesh {folder}/two.toml", "two .*missing model"),
     "mesh axis": ("--mesh data=4,modle=2", "modle=2 .*unknown modle"),
     "mesh axis twice": ("--mesh data=4,data=2", "names a key twice"),
+    # Names that are none.
     "preset": ("--preset switch-base-9", r"no preset 'switch-base-9'; did you mean switch-base-\d"),
     "option": (
         "--model.num-expert 4",
@@ -170,7 +198,19 @@ MISTAKES = {
     "argument": ("stray", "^unexpected argument 'stray'$"),
     "choice": (
         "--model.dtype float64",
-        "^--model.dtype: expected one of float32, bfloat16, got 'float64'$",
+        "^--model.dtype: expected one of float32, bfloat16, float16, got 'float64'$",
+    ),
+    "float16 alone": (
+        "--model.dtype float16",
+        "^model.dtype float16 loses small gradients without .*: add optim.loss_scale dynamic, or",
+    ),
+    "a scale for none": (
+        "--optim.loss-scale dynamic",
+        "^optim.loss_scale dynamic is for model.dtype float16: gradients in float32 do not .* out$",
+    ),
+    "parameters in float16": (
+        "--model.param-dtype float16",
+        "^--model.param-dtype: expected one of float32, bfloat16, got 'float16'$",
     ),
     "no number": ("--steps many", "^--steps: expected INT, got 'many'$"),
     "no whole number": ("--devices 1.5", r"^--devices: expected \{None\}\|INT, got '1.5'$"),
@@ -295,6 +335,10 @@ def test_a_run_goes_on_only_as_itself(refused, finished, words, answer):
         ("verify --mesh single --mesh data=3", "mesh data=3: data * expert = 3 must divide "),
         ("verify --mesh single --mesh data=16", "needs 16 devices (data=16,expert=1,model=1), and"),
         ("verify --mesh single --mesh data8 --model.dtype bfloat16", "add --model.dtype float32"),
+        (
+            "verify --mesh single --mesh data8,reduce_dtype=bfloat16",
+            "mesh data8,reduce_dtype=bfloat16: reduce_dtype bfloat16 rounds sums of gradients",
+        ),
         ("verify --mesh single --mesh expert8,wire=float8", "expert8,wire=float8: wire float8 rou"),
         ("verify --mesh single --mesh expert8,dispatcher=ragged", "with --model.capacity-factor 8"),
         ("verify --mesh single --mesh data8 --steps 0", "run.steps must be positive, got 0"),

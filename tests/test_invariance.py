@@ -49,6 +49,7 @@ FACTORS = {
     "accumulation": [1, 4],
     "remat": ["none", "moe", "dots", "full"],
     "scan": [True, False],
+    "zero": [0, 1, 2, 3],
 }
 
 
@@ -84,6 +85,13 @@ class Run(NamedTuple):
     accumulation: int
     remat: Remat
     scan: bool
+    zero: int
+
+    @property
+    def name(self) -> str:
+        """Of the mesh, with how tokens travel on it and where the state is."""
+        zero = f",zero={self.zero}" if self.zero else ""
+        return f"{self.mesh},dispatcher={self.dispatcher}{zero}"
 
     @property
     def case(self) -> Case:
@@ -95,6 +103,7 @@ class Run(NamedTuple):
         return " ".join(
             [
                 f"{self.mesh},{self.dispatcher}",
+                *[f"zero {self.zero}"] * (self.zero > 0),
                 self.architecture,
                 self.optimizer,
                 *[f"accumulation {self.accumulation}"] * (self.accumulation > 1),
@@ -105,8 +114,8 @@ class Run(NamedTuple):
 
 
 def is_possible(combination: tuple) -> bool:
-    mesh, dispatcher = combination[:2]
-    return dispatcher != "local" or builders.read_mesh(mesh).expert == 1
+    mesh, dispatcher, zero = builders.read_mesh(combination[0]), combination[1], combination[-1]
+    return (dispatcher != "local" or mesh.expert == 1) and (not zero or mesh.data > 1)
 
 
 ALL = [Run(*combination) for combination in possible(FACTORS, is_possible)]
@@ -142,26 +151,29 @@ def assert_same(run: Observed, config: RunConfig, name: str, report: Report) -> 
 
 
 def assert_parts_are_held(run: Observed, config: RunConfig, mesh_name: str) -> None:
-    """Experts are split over `expert` and `model`, tensors over `model`, and the rest is whole."""
+    """Experts are split over `expert` and `model`, tensors over `model`, and the rest is whole;
+    with zero 3 all but the scales of norms and the bias of positions are over `data` too.
+    """
     shape = builders.read_mesh(mesh_name)
+    parts = shape.data if shape.storage.zero == 3 else 1
     devices = {
-        "router": 1,
-        "experts": shape.expert * shape.model,
-        "attention": shape.model,
-        "feed-forward": shape.model,
+        "router": parts,
+        "experts": shape.expert * shape.model * parts,
+        "attention": shape.model * parts,
+        "feed-forward": shape.model * parts,
         "norm": 1,
-        "embedding": shape.model,
+        "position": shape.model,
+        "embedding": shape.model * parts,
     }
     whole = reference(config).held
     assert run.held == {kind: whole[kind] // devices[kind] for kind in devices}
 
 
 def check(run: Run, report: Report) -> None:
-    mesh_name = f"{run.mesh},dispatcher={run.dispatcher}"
-    observed = steps(run.case.config(remat=run.remat, scan=run.scan), mesh_name)
+    observed = steps(run.case.config(remat=run.remat, scan=run.scan), run.name)
     expected = run.case.config()
     assert_same(observed, expected, run.id, report)
-    assert_parts_are_held(observed, expected, mesh_name)
+    assert_parts_are_held(observed, expected, run.name)
 
 
 @pytest.mark.parametrize("run", on_two_pythons(PAIRWISE))
@@ -185,6 +197,7 @@ WAYS = {
     "the slower way": "data2_expert2_model2,dispatcher=all_gather,buffer=0.3",
     "in chunks": "expert=4,experts=folded,chunks=2",
     "where they are": "data4_model2,experts=folded,dispatcher=local",
+    "the busiest to weights at hand": "data2_expert2_model2,zero=3,hot_experts=4",
 }
 
 
@@ -226,13 +239,16 @@ def test_steps_are_the_same_whoever_chooses(kind, report_deviations):
 
 
 def test_every_pair_of_options_is_tried():
-    """And combinations that cannot be are not: `local` sends nothing to other experts."""
+    """And those that cannot be are not: `local` sends nothing to other experts, and a state is
+    split over `data` where it has devices.
+    """
     tried = set().union(*map(pairs_of, PAIRWISE))
     assert tried == set().union(*map(pairs_of, ALL))
     sizes = [len(options) for options in FACTORS.values()]
     pairs = sum(a * b for i, a in enumerate(sizes) for b in sizes[:i])
-    split = [m for m in FACTORS["mesh"] if builders.read_mesh(m).expert > 1]
-    assert len(tried) == pairs - len(split)
+    shapes = [builders.read_mesh(name) for name in FACTORS["mesh"]]
+    impossible = sum((shape.expert > 1) + 3 * (shape.data == 1) for shape in shapes)
+    assert len(tried) == pairs - impossible
     assert {builders.read_mesh(m).sizes for m in FACTORS["mesh"]} >= {
         (8, 1, 1), (1, 8, 1), (1, 1, 8), (2, 2, 2), (4, 1, 2), (1, 2, 4), (2, 4, 1)
     }  # fmt: skip
@@ -285,8 +301,8 @@ def test_the_comparison_sees_what_is_wrong():
     for name, x in right.counts.items():
         assert rows_beyond(right._replace(counts=right.counts | {name: x + 1})) == {name}
     words = {
-        "router": "router_DE", "experts": "w_out_EFD", "attention": "relative_UH",
-        "norm": "cross_norm", "embedding": "embed_VD",
+        "router": "router_DE", "experts": "w_out_EFD", "attention": "w_q_DHK",
+        "position": "relative_UH", "norm": "cross_norm", "embedding": "embed_VD",
     }  # fmt: skip
     for kind, word in words.items():
         wrong = right._replace(gradient=scaled(right.gradient, word, 1.1))

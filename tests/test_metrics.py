@@ -13,7 +13,7 @@ from switchjax.moe.layer import RouterStats
 def stats(load_XE: list, dropped_X: list) -> RouterStats:
     zeros, load = np.zeros(len(load_XE), np.float32), np.array(load_XE, np.int32)
     dropped = np.array(dropped_X, np.int32)
-    return RouterStats(zeros, zeros, load, dropped, load.sum(axis=1), zeros)
+    return RouterStats(zeros, zeros, load, dropped, load.sum(axis=1), zeros, zeros)
 
 
 def test_record_by_hand():
@@ -63,8 +63,9 @@ def collapsed(logits_TE: Array) -> tuple[float, RouterStats]:
     balance = routing.balance_loss(sums)
     load_XE, dropped_X = np.asarray(sums.assigned_E)[None], np.asarray(sums.dropped)[None]
     asked_X = load_XE.sum(axis=1)
+    zero_X = np.zeros(1)
     return float(balance), RouterStats(
-        np.array([balance]), np.zeros(1), load_XE, dropped_X, asked_X, np.zeros(1)
+        np.array([balance]), zero_X, load_XE, dropped_X, asked_X, zero_X, zero_X
     )
 
 

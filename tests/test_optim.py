@@ -12,7 +12,7 @@ import pytest
 
 from switchjax.config import OptimConfig
 from switchjax.layout import Layout
-from switchjax.optim import learning_rate, make_optimizer
+from switchjax.optim import WithMasters, init, learning_rate, make_optimizer, update
 
 WARM = OptimConfig(optimizer="adamw", learning_rate=0.4, warmup_steps=4)
 
@@ -110,3 +110,29 @@ def test_adafactor_steps_scale_with_the_parameter():
         expected = 0.01 * max(size, 1e-3)
         np.testing.assert_allclose(np.abs(updates), expected, rtol=1e-5)
         assert math.copysign(1, updates[0]) == -1
+
+
+def test_steps_too_small_for_bfloat16_add_up_in_masters():
+    """Below 1 the next number is 1 - 2**-8: a step of 1e-3 is lost, and the sum of ten is not."""
+    config = OptimConfig(optimizer="sgd", learning_rate=1e-3, warmup_steps=1, clip_norm=None)
+    ones = {"narrow": jnp.ones(2, jnp.bfloat16), "wide": jnp.ones(2)}
+    parameters, state = ones, init(config, ones)
+    gradient, total = {name: jnp.ones(2) for name in ones}, 0.0
+    for step in range(10):
+        parameters, state = update(make_optimizer(config), gradient, state, parameters)
+        total += 1e-3 / math.sqrt(step + 1)
+        np.testing.assert_allclose(parameters["wide"], [1 - total] * 2, rtol=1e-6)
+        assert (parameters["narrow"] == parameters["wide"].astype(jnp.bfloat16)).all()
+        if step == 0:
+            assert (parameters["narrow"] == 1).all()
+    assert (parameters["narrow"] < 1).all()
+    assert isinstance(state, WithMasters)
+    assert state.masters["wide"] is None  # float32 has no copy
+    np.testing.assert_array_equal(state.masters["narrow"], parameters["wide"])
+
+
+def test_float32_parameters_have_no_masters():
+    config = OptimConfig()
+    parameters = {"w": jnp.ones(2)}
+    state, plain = init(config, parameters), make_optimizer(config).init(parameters)
+    assert jax.tree.structure(state) == jax.tree.structure(plain)

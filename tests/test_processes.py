@@ -19,7 +19,8 @@ import numpy as np
 import pytest
 
 from switchjax import cluster, mesh, processes
-from switchjax.config import DistributedConfig, read_config
+from switchjax.config import read_config
+from switchjax.distributed_config import DistributedConfig
 from switchjax.errors import UserError
 from switchjax.layout import Layout
 from switchjax.saved_steps import SavedSteps, checkpoint_directory, named_leaves

@@ -23,6 +23,7 @@ PNG = b"\x89PNG\r\n\x1a\n"
 
 def record(step):
     values = dict.fromkeys(STEP_METRICS, 0.5) | {"step": step, "loss": 3.0 + 1 / step}
+    values |= {"loss_scale": 1.0, "skipped_steps": 0}
     return values | {"drop_fraction": 0.041, "tokens_per_second": 12345.6}
 
 

@@ -18,13 +18,14 @@ from pathlib import Path
 from typing import NamedTuple
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.experimental.compilation_cache import compilation_cache
 from rich.console import Console
 from test_runlog import read_events
 
-from switchjax import mesh
+from switchjax import mesh, scaling
 from switchjax.config import (
     DataConfig,
     EvalConfig,
@@ -37,11 +38,14 @@ from switchjax.config import (
 )
 from switchjax.errors import NonFiniteError, UserError
 from switchjax.evaluate import evaluate_run
+from switchjax.generate import generate
+from switchjax.generate_config import GenerateConfig
 from switchjax.layout import Layout
 from switchjax.runlog import STEP_METRICS
 from switchjax.saved_steps import SavedSteps, checkpoint_directory, named_leaves
 from switchjax.state import abstract_state
 from switchjax.train import Result, train
+from switchjax.weights import in_dtypes_of, load_model, open_weights
 
 STEPS = 24
 CLOCK = {"seconds", "tokens_per_second"}
@@ -312,8 +316,19 @@ def test_started_from_another_model(config, half, tmp_path):
 
 
 def test_resumed_on_another_mesh(whole, copy):  # case 7
-    run(whole.config, copy, resume=True, mesh="expert8", steps=16)
+    mesh = "data4_expert2,zero=3,hot_experts=4"
+    resumed = run(whole.config, copy, resume=True, mesh=mesh, steps=16)
+    assert "4 of 8 experts of each Switch layer stay gathered: " in resumed.said
+    assert {record["cold_share"] > 0 for record in read_lines(copy)} == {False, True}
     np.testing.assert_allclose(losses(copy, 14, 16), losses(whole.out, 14, 16), rtol=1e-5)
+
+
+def test_resumed_with_its_state_on_the_host_and_without(whole, copy):  # cases 7, 71
+    """What is saved does not say whose memory it came from."""
+    mesh = whole.config.mesh
+    run(whole.config, copy, resume=True, mesh=f"{mesh},offload=optimizer", steps=16)
+    run(whole.config, copy, resume=True, mesh=mesh, steps=STEPS)
+    np.testing.assert_allclose(losses(copy, 14), losses(whole.out, 14), rtol=1e-5)
 
 
 def test_resumed_on_one_device(whole, copy, compile_cache):  # case 7
@@ -322,7 +337,7 @@ def test_resumed_on_one_device(whole, copy, compile_cache):  # case 7
     np.testing.assert_allclose(losses(copy, 14, 16), losses(whole.out, 14, 16), rtol=1e-5)
 
 
-@pytest.mark.parametrize("name", [None, "data8"])
+@pytest.mark.parametrize("name", [None, "data8,zero=3"])
 def test_evaluation_of_the_run(whole, name):
     batches = whole.config.eval_batches
     record = evaluate_run(EvalConfig(run=str(whole.out), mesh=name, batches=batches))
@@ -388,6 +403,88 @@ def test_the_bias_of_the_router_is_saved_and_goes_on(config, tmp_path):  # case 
         assert (bias_XE % rate == 0).all()
     evaluated = evaluate_run(EvalConfig(run=str(whole.out), batches=1))
     assert evaluated["ce"] == whole.result.evaluation["ce"]
+
+
+# --- In few bits ------------------------------------------------------------------------------
+
+
+def in_float16(config, **changes):
+    changes = {"architecture": "decoder_only", "dtype": "float16"} | changes
+    return {
+        "model": replace(config.model, **changes),
+        "optim": replace(config.optim, loss_scale="dynamic"),
+    }
+
+
+def test_float16_skips_what_overflows_and_goes_on(config, tmp_path, monkeypatch):
+    """A scale that is too large at first; then a resumed run is the whole one, bit for bit."""
+    monkeypatch.setattr(scaling, "FIRST_SCALE", 2.0**28)
+    changed = in_float16(config, param_dtype="bfloat16")
+    whole = run(config, tmp_path / "whole", **changed)
+    records = read_lines(whole.out)
+    skipped = int(records[-1]["skipped_steps"])
+    assert 2 < skipped < 12
+    for record in records[:skipped]:
+        assert record["skipped_steps"] == record["step"]
+        assert record["loss_scale"] == 2.0 ** (28 - record["step"])
+        assert record["grad_norm"] is None and math.isfinite(record["loss"])
+    for record in records[skipped:]:
+        assert record["skipped_steps"] == skipped
+        assert record["loss_scale"] == 2.0 ** (28 - skipped)
+        assert math.isfinite(record["grad_norm"])
+    rates = [record["learning_rate"] for record in records]
+    peak = config.optim.learning_rate
+    assert rates[: skipped + 2] == pytest.approx([peak / 5] * (skipped + 1) + [2 * peak / 5])
+    assert records[-1]["loss"] < 0.9 * records[0]["loss"]
+    assert re.search(r"tokens/s  eta .*  scale 134217728  skipped 1\n", whole.said)
+    assert_whole_again(config, whole, tmp_path, changed)
+
+
+def assert_whole_again(config, whole, tmp_path, changed):
+    """After a stop where some steps were skipped; and its model is read by others."""
+    first = run(config, tmp_path / "run", **changed, steps=8)
+    resumed = run(config, first.out, **changed, resume=True)
+    assert without_clock(read_lines(resumed.out)) == without_clock(read_lines(whole.out))
+    assert_same_state(resumed.out, whole.out, STEPS)
+    evaluated = evaluate_run(EvalConfig(run=str(whole.out), batches=whole.config.eval_batches))
+    assert evaluated["ce"] == whole.result.evaluation["ce"]
+    (said,) = generate(
+        GenerateConfig(checkpoint=str(whole.out), prompt=("the cat",), max_new_tokens=2)
+    )
+    assert isinstance(said, str)
+
+
+def test_no_scale_is_small_enough(config, tmp_path, monkeypatch):
+    """Overflow that is not the scale's doing ends a run, in one line, with all that was saved."""
+    monkeypatch.setattr(scaling, "FIRST_SCALE", 2.0)
+    changed = in_float16(config, moe_every=0, init_scale=1e12)
+    with pytest.raises(NonFiniteError, match="^step 2: gradients overflow float16 at every loss"):
+        run(config, tmp_path / "run", **changed)
+    assert [record["step"] for record in read_lines(tmp_path / "run")] == [1, 2]
+
+
+def test_started_in_bfloat16_from_a_run_in_float32(config, half, tmp_path):
+    """And back: what is rounded or widened is said, and nothing else changes."""
+    model = replace(config.model, param_dtype="bfloat16")
+    narrow = run(
+        config, tmp_path / "narrow", init_from=str(half.out), model=model, optim=STILL, steps=1
+    )
+    assert re.search(r"step 13 .*; \d+ arrays rounded from float32 to bfloat16; ", narrow.said)
+    (before, _), (after, _) = read_state(half.out, 13), read_state(narrow.out, 1)
+    for name in (name for name in after if name.startswith("model.")):
+        kept = name.endswith(("router_DE", "norm_D", "relative_UH"))
+        expected = before[name] if kept else before[name].astype(jnp.bfloat16)
+        np.testing.assert_array_equal(after[name], expected, err_msg=name, strict=True)
+    wide = open_weights(narrow.out)
+    with jax.set_mesh(mesh.make_mesh(mesh.read_mesh(config.mesh))):
+        target = abstract_state(config, Layout()).model
+        converted, words = in_dtypes_of(target, wide)
+        again = named_leaves(load_model(converted, target))
+    assert re.fullmatch(r"\d+ arrays widened from bfloat16 to float32", words)
+    for name, array in again.items():
+        np.testing.assert_array_equal(array, after[f"model.{name}"].astype(np.float32))
+    with pytest.raises(UserError, match=r"do not fit: .* is bfloat16\[.*\], not float32"):
+        load_model(wide, target)
 
 
 # --- How a run ends early -------------------------------------------------------------------

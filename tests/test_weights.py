@@ -79,7 +79,9 @@ def test_parts_of_an_array(source, arrays):
         np.testing.assert_array_equal(part, scale * arrays[NAME][index])
 
 
-@pytest.mark.parametrize("name", ["single", "expert8", "data4_model2", "data2_model4_folded"])
+@pytest.mark.parametrize(
+    "name", ["single", "expert8", "data4_model2,zero=3", "data2_model4_folded"]
+)
 def test_a_model_on_any_mesh(source, arrays, name):  # case 6
     weights, scale = open_weights(source), 2 if (source / "checkpoints").exists() else 1
     with jax.set_mesh(mesh(name)):

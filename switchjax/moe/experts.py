@@ -24,12 +24,13 @@ class Experts(nnx.Module):
         E, D, F = config.num_experts, config.d_model, config.d_ff
         keys = jax.random.split(key, 3)
         by_input = config.init_scale / D
-        self.w_in_EDF = weight(keys[0], (E, D, F), variance=by_input, held=layout.w_in_edf)
-        self.w_out_EFD = weight(
+        stored = partial(weight, dtype=config.param_dtype)
+        self.w_in_EDF = stored(keys[0], (E, D, F), variance=by_input, held=layout.w_in_edf)
+        self.w_out_EFD = stored(
             keys[1], (E, F, D), variance=config.init_scale / F, held=layout.w_out_efd
         )
         self.w_gate_EDF = (
-            weight(keys[2], (E, D, F), variance=by_input, held=layout.w_in_edf)
+            stored(keys[2], (E, D, F), variance=by_input, held=layout.w_in_edf)
             if config.activation == "geglu"
             else None
         )

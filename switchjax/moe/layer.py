@@ -12,7 +12,7 @@ from jaxtyping import Bool, Float, Int
 from switchjax.axes import AXES, DATA, MODEL, TOKENS
 from switchjax.config import ModelConfig, RouterKind
 from switchjax.layout import Layout, and_lone_axes
-from switchjax.moe import routing, varying
+from switchjax.moe import hot, routing, varying
 from switchjax.moe.dispatch import all_gather, all_to_all, local, placement, ragged
 from switchjax.moe.dispatch.interface import Dispatcher, Plan, Tokens
 from switchjax.moe.experts import Dropout, Experts, ExpertsHere
@@ -38,6 +38,7 @@ class RouterStats(NamedTuple):
     dropped: Array  # choices without a slot, int32; under expert choice, tokens without an expert
     asked: Array  # what `dropped` is a part of: choices or real tokens, int32
     fell_back: Array  # 1 if any device's buffer was too small and the slower way was taken, int32
+    cold: Array  # share of devices that gathered cold experts, float32; 0 where none are kept
 
 
 class SwitchLayer(nnx.Module):
@@ -83,16 +84,20 @@ class SwitchLayer(nnx.Module):
             placement_E: where each expert's weights are among those of `experts`; None = in order.
         """
         layout, experts, dtype = self.layout, self.experts, x_BLD.dtype
+        if isinstance(w_in_EDF := experts.w_in_EDF.get_value(), hot.Cached):
+            placement_E = w_in_EDF.placement_E
         if placement_E is None:
             placement_E = jnp.arange(self.config.num_experts)
 
-        def of_experts(w: nnx.Param) -> Array:
+        def of_experts(w: nnx.Param) -> Array | hot.Cached:
+            if isinstance(cached := w.get_value(), hot.Cached):
+                return cached._replace(order_E=None)  # as `placement_E` says
             w_EXY = in_use(w, dtype, layout, over=(DATA,))
             return jax.reshard(w_EXY, and_lone_axes(jax.typeof(w_EXY).sharding.spec))
 
         gate = experts.w_gate_EDF
         weights = Weights(
-            in_use(self.router_DE, jnp.float32, layout),
+            in_use(self.router_DE, jnp.float32, layout, reduce_dtype="float32"),
             of_experts(experts.w_in_EDF),
             None if gate is None else of_experts(gate),
             of_experts(experts.w_out_EFD),
@@ -118,9 +123,9 @@ class Weights(NamedTuple):
     """The layer's weights; inside `shard_map`, this device's part of them."""
 
     router_DE: Array
-    w_in_EDF: Array
-    w_gate_EDF: Array | None
-    w_out_EFD: Array
+    w_in_EDF: Array | hot.Cached
+    w_gate_EDF: Array | hot.Cached | None
+    w_out_EFD: Array | hot.Cached
 
 
 def _switch(
@@ -157,10 +162,12 @@ def _switch(
             )
         of_real = routing.without_padding(choice, real_gT, E)
         mine = routing.router_sums(logits_gTE, real_gT, of_real, experts_chose=experts_choose)
-        sums = named(ROUTING, lax.psum(mine, TOKENS))
+        is_cached = isinstance(weights.w_in_EDF, hot.Cached)
+        served_E = hot.served(choice, E) if is_cached else None
+        sums, served_E = named(ROUTING, lax.psum((mine, served_E), TOKENS))
         choice = placement.to_lanes(choice, placement_E, exchange.experts)
 
-    dropout = _expert_dropout(config, layout, noise, placement_E, weights.w_in_EDF.shape[-1])
+    dropout = _expert_dropout(config, layout, noise, placement_E)
     tokens = Tokens(x_bLD.reshape(-1, D), None)
     if dropout is not None and noise is not None:
         tokens = tokens._replace(place=_places(noise, L))
@@ -168,7 +175,11 @@ def _switch(
     # are added over other axes here, so on tokens and not on the longer buffers, once for all
     # chunks, and outside of branches that not all devices take.
     everywhere = partial(jax.tree.map, partial(varying.over, AXES))
-    tokens, choice, in_eDf, gate_eDf, out_efD = everywhere((tokens, choice, *weights[1:]))
+    tokens, choice, matrices = everywhere((tokens, choice, weights[1:]))
+    cold = jnp.float32(0)
+    if served_E is not None:
+        matrices, cold = hot.brought(matrices, layout, jnp.argsort(placement_E), served_E)
+    in_eDf, gate_eDf, out_efD = matrices
     experts = ExpertsHere(
         w_in_eDf=in_eDf,
         w_gate_eDf=gate_eDf,
@@ -187,6 +198,7 @@ def _switch(
         dropped=sums.dropped,
         asked=sums.tokens if experts_choose else sums.assigned_E.sum(),
         fell_back=fell_back,
+        cold=cold,
     )
 
 
@@ -258,21 +270,18 @@ def _places(noise: Noise, length: int) -> Array:
 
 
 def _expert_dropout(
-    config: ModelConfig, layout: Layout, noise: Noise | None, placement_E: Array, width: int
+    config: ModelConfig, layout: Layout, noise: Noise | None, placement_E: Array
 ) -> Dropout | None:
-    """Of this device's experts.
-
-    Args:
-        width: of this device's slice of the experts' hidden dim.
-    """
+    """Of this device's experts."""
     rate = config.dropout if config.expert_dropout is None else config.expert_dropout
     if noise is None or rate == 0:
         return None
     folded = layout.exchange.experts == "folded"
+    slice_width = config.d_ff // lax.axis_size(MODEL)
     return Dropout(
         rate=rate,
         key=noise.at(1).key,
         expert_e=placement.experts_here(placement_E, layout.exchange.experts),
         d_ff=config.d_ff,
-        start=jnp.int32(0) if folded else lax.axis_index(MODEL) * width,
+        start=jnp.int32(0) if folded else lax.axis_index(MODEL) * slice_width,
     )

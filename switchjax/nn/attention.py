@@ -1,5 +1,6 @@
 """Multi-head attention, heads over the model axis. Knows nothing of where its mask comes from."""
 
+from functools import partial
 from typing import NamedTuple
 
 import jax
@@ -57,10 +58,11 @@ class Attention(nnx.Module):
         keys = jax.random.split(key, 4)
         by_input = config.init_scale / D
         by_heads = config.init_scale / (H * K)
-        self.w_q_DHK = weight(keys[0], (D, H, K), variance=by_input / K, held=layout.w_q_dhk)
-        self.w_k_DHK = weight(keys[1], (D, H, K), variance=by_input, held=layout.w_q_dhk)
-        self.w_v_DHK = weight(keys[2], (D, H, K), variance=by_input, held=layout.w_q_dhk)
-        self.w_o_HKD = weight(keys[3], (H, K, D), variance=by_heads, held=layout.w_o_hkd)
+        stored = partial(weight, dtype=config.param_dtype)
+        self.w_q_DHK = stored(keys[0], (D, H, K), variance=by_input / K, held=layout.w_q_dhk)
+        self.w_k_DHK = stored(keys[1], (D, H, K), variance=by_input, held=layout.w_q_dhk)
+        self.w_v_DHK = stored(keys[2], (D, H, K), variance=by_input, held=layout.w_q_dhk)
+        self.w_o_HKD = stored(keys[3], (H, K, D), variance=by_heads, held=layout.w_o_hkd)
         self.layout = layout
 
     def keys_values(

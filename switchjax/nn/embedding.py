@@ -1,5 +1,7 @@
 """The table for the tokens going in, and that or another one for the logits coming out."""
 
+from functools import partial
+
 import jax
 import jax.numpy as jnp
 from flax import nnx
@@ -22,13 +24,14 @@ class Embedding(nnx.Module):
 
     def __init__(self, key: Array, config: ModelConfig, layout: Layout):
         shape = (config.vocab_size, config.d_model)
-        self.embed_VD = weight(key, shape, variance=1.0, held=layout.embed_vd)
+        stored = partial(weight, dtype=config.param_dtype)
+        self.embed_VD = stored(key, shape, variance=1.0, held=layout.embed_vd)
         # The key's own bits are the first table's, whether there is a second one or not.
         logits_key, variance = jax.random.fold_in(key, 1), config.init_scale / config.d_model
         self.logits_VD = (
             None
             if config.tied_embeddings
-            else weight(logits_key, shape, variance=variance, held=layout.embed_vd)
+            else stored(logits_key, shape, variance=variance, held=layout.embed_vd)
         )
         self.layout = layout
 

@@ -15,6 +15,7 @@ from flax import nnx
 from jax import Array, P
 from jaxtyping import Float
 
+from switchjax.config import ParamDtype
 from switchjax.layout import Held
 
 _TABLE_BITS = 16
@@ -40,14 +41,21 @@ def draw(rng: np.random.Generator, shape: tuple[int, ...], *, variance: float) -
     return _table(variance)[rng.integers(2**_TABLE_BITS, size=shape)]
 
 
-def weight(key: Array, shape: tuple[int, ...], *, variance: float, held: Held) -> nnx.Param:
-    """A float32 weight of the given variance, born as it is held.
+def weight(
+    key: Array,
+    shape: tuple[int, ...],
+    *,
+    variance: float,
+    held: Held,
+    dtype: ParamDtype = "float32",
+) -> nnx.Param:
+    """A weight of the given variance, born as it is held; a narrow dtype rounds the same values.
 
     Source: Switch Transformer, arXiv:2101.03961, section 2.4, with variance = scale / fan_in.
     """
-    table = _table(variance)
+    table = jax.numpy.asarray(_table(variance).astype(dtype))
     bits = jax.random.bits(key, shape, np.uint16, out_sharding=held.spec)
-    value = jax.numpy.asarray(table).at[bits].get(out_sharding=held.spec)
+    value = table.at[bits].get(out_sharding=held.spec)
     return nnx.Param(value, width=held.width)
 
 

@@ -1,5 +1,7 @@
 """The dense feed-forward layer, its hidden dim over the model axis."""
 
+from functools import partial
+
 import jax
 import jax.numpy as jnp
 from flax import nnx
@@ -23,12 +25,13 @@ class Mlp(nnx.Module):
         D, F = config.d_model, config.d_ff
         keys = jax.random.split(key, 3)
         by_input = config.init_scale / D
-        self.w_in_DF = weight(keys[0], (D, F), variance=by_input, held=layout.w_in_df)
-        self.w_out_FD = weight(
+        stored = partial(weight, dtype=config.param_dtype)
+        self.w_in_DF = stored(keys[0], (D, F), variance=by_input, held=layout.w_in_df)
+        self.w_out_FD = stored(
             keys[1], (F, D), variance=config.init_scale / F, held=layout.w_out_fd
         )
         self.w_gate_DF = (
-            weight(keys[2], (D, F), variance=by_input, held=layout.w_in_df)
+            stored(keys[2], (D, F), variance=by_input, held=layout.w_in_df)
             if config.activation == "geglu"
             else None
         )

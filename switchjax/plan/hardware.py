@@ -49,7 +49,7 @@ class Hardware:
     """Bytes a second."""
     devices_per_node: int
     peak: dict[str, float]
-    """FLOP/s of dense matrix products, by dtype."""
+    """FLOP/s of dense matrix products, by dtype; float16 as fast as bfloat16 unless it says so."""
     inside: Link
     between: Link
     gpu: Gpu | None = None
@@ -167,6 +167,7 @@ def hardware_from(values: dict[str, Any]) -> Hardware:
         )
     if not {"float32", "bfloat16"} <= hardware.peak.keys():
         raise UserError("[peak] must have float32 and bfloat16")
+    hardware.peak.setdefault("float16", hardware.peak["bfloat16"])
     return hardware
 
 

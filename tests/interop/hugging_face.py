@@ -39,7 +39,7 @@ def random_weights(model, out, *, seed=0):
     def pieces(name):
         shape = shapes[name].shape
         fan_in = shape[-1] if name.startswith("embedding") else max(model.d_model, 1)
-        yield (rng.standard_normal(shape) / np.sqrt(fan_in)).astype(np.float32)
+        yield (rng.standard_normal(shape) / np.sqrt(fan_in)).astype(shapes[name].dtype)
 
     shapes = model_shapes(model)
     write_weights(out, RunConfig(model=model, mesh="single"), shapes, pieces)

@@ -162,6 +162,18 @@ def test_bfloat16_on_request(tmp_path):
     np.testing.assert_array_equal(tensors["shared.weight"], table.astype(jnp.bfloat16))
 
 
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_narrow_parameters_lose_nothing(tmp_path, dtype):
+    """A model in bfloat16 is written in float32 unless asked for otherwise; neither rounds it."""
+    random_weights(replace(SWITCH, param_dtype="bfloat16"), tmp_path / "ours")
+    give(tmp_path / "ours", tmp_path / "theirs", dtype=dtype)
+    tensors = load_file(tmp_path / "theirs" / "model.safetensors")
+    table = arrays(tmp_path / "ours")["embedding.embed_VD"]
+    expected = table.astype(tensors["shared.weight"].dtype)
+    np.testing.assert_array_equal(tensors["shared.weight"], expected)
+    assert (table.dtype, expected.dtype.name) == (jnp.bfloat16, dtype)
+
+
 def test_one_tensor_at_a_time(tmp_path):
     """Neither way holds more than a few tensors; `experiments/bench/convert.py` measures a large
     model in a process of its own."""

@@ -126,6 +126,21 @@ def test_noise_sets_experts_apart(dense, tmp_path):
         assert len({expert.tobytes() for layer in added for expert in layer}) == 8
 
 
+def test_narrow_experts_and_a_wide_router(tmp_path):
+    dense = write_dense(tmp_path / "dense", replace(DENSE, param_dtype="bfloat16"))
+    for name, noise in (("copies", 0.0), ("noisy", 0.1)):
+        out = str(tmp_path / name)
+        upcycle(UpcycleConfig(dense=str(dense), out=out, num_experts=4, noise=noise))
+    block, leaf = "decoder.periods.blocks.1.switch", "experts.w_in_EDF"
+    copies, noisy = (open_weights(tmp_path / name) for name in ("copies", "noisy"))
+    assert copies.shapes[f"{block}.router_DE"].dtype == np.float32
+    of_dense = open_weights(dense).read("decoder.periods.blocks.0.mlp.w_in_DF")[1::2, None]
+    expected = np.broadcast_to(of_dense, copies.shapes[f"{block}.{leaf}"].shape)
+    np.testing.assert_array_equal(copies.read(f"{block}.{leaf}"), expected, strict=True)
+    added = noisy.read(f"{block}.{leaf}").astype(np.float32) - expected.astype(np.float32)
+    assert added.std() == pytest.approx(0.1 * of_dense.astype(np.float32).std(), rel=0.1)
+
+
 def test_mistakes(tmp_path):
     dense = write_dense(tmp_path / "dense", DENSE)
     out = str(tmp_path / "out")

@@ -30,7 +30,7 @@ from test_layer import (
 from switchjax.axes import EXPERT, MODEL
 from switchjax.config import ModelConfig
 from switchjax.layout import Layout
-from switchjax.mesh import Exchange
+from switchjax.mesh import Exchange, Storage
 from switchjax.moe.dispatch import placement, wire
 from switchjax.moe.dispatch.interface import Plan, Tokens
 from switchjax.moe.grouped import run_starts
@@ -52,8 +52,8 @@ EXPERTS = 8
 quick_both_ways = jax.jit(both_ways, compiler_options={"xla_backend_optimization_level": 0})
 
 
-def layout_of(exchange):
-    return Layout.of(replace(SHAPES["single"], exchange=exchange))
+def layout_of(exchange, zero=0):
+    return Layout.of(replace(SHAPES["single"], exchange=exchange, storage=Storage(zero=zero)))
 
 
 def moved(weights, order_E):
@@ -62,10 +62,10 @@ def moved(weights, order_E):
     return replace(weights, w_in=weights.w_in[order_E], w_gate=gate, w_out=weights.w_out[order_E])
 
 
-def results(exchange, given, placement_E):
+def results(exchange, given, placement_E, zero=0):
     """Output, statistics, gradient of x and of the weights, the experts being placed so."""
     config, weights, x, real, cotangents, _ = given
-    layout = layout_of(exchange)
+    layout = layout_of(exchange, zero)
     layer = make_layer(config, moved(weights, np.argsort(placement_E)), layout)
     y, stats, dx, dlayer = jax.device_get(
         quick_both_ways(
@@ -81,9 +81,9 @@ def results(exchange, given, placement_E):
     return y, stats, dx, moved(weights_of(dlayer), placement_E)
 
 
-def check(exchange, given, placement_E):
+def check(exchange, given, placement_E, zero=0):
     """The layer, its experts placed so, equals the oracle."""
-    y, stats, dx, dweights = results(exchange, given, placement_E)
+    y, stats, dx, dweights = results(exchange, given, placement_E, zero)
     expected = given[-1]
     check_stats(stats, expected)
     np.testing.assert_allclose(y, expected.y, **VALUES)
@@ -97,13 +97,33 @@ def check(exchange, given, placement_E):
 @pytest.mark.parametrize("dispatcher, mesh", ON_MESHES)
 @pytest.mark.parametrize("experts", ["separate", "folded"])
 def test_every_way_equals_the_oracle(dispatcher, experts, mesh, top_k):
-    """Values, gradients, drops, loads and losses, with the experts' weights in a random order."""
+    """Values, gradients, drops, loads and losses, with the experts' weights in a random order.
+
+    Top 2 where `data` splits the weights too, if it is split.
+    """
     factor = NO_DROPS if dispatcher == "ragged" else DROPS
     activation = "geglu" if top_k == 2 else "relu"
     given = expected_of(factor, top_k, activation, None, 0.3)
     placement_E = np.random.default_rng(len(mesh)).permutation(EXPERTS)
+    zero = 3 if top_k == 2 and SHAPES[mesh].data > 1 else 0
     with use(mesh):
-        check(Exchange(dispatcher=dispatcher, experts=experts), given, placement_E)
+        check(Exchange(dispatcher=dispatcher, experts=experts), given, placement_E, zero)
+
+
+@pytest.mark.parametrize(
+    "dispatcher, experts, mesh",
+    [
+        ("all_to_all", "separate", "data2_expert2_model2"),
+        ("all_gather", "folded", "data2_expert4"),
+        ("local", "folded", "data4_model2"),
+    ],
+)
+def test_gradients_of_which_a_device_has_a_part(dispatcher, experts, mesh):
+    """Of weights that it has whole: zero 2."""
+    given = expected_of(DROPS, 1, "relu", None, 0.3)
+    with use(mesh):
+        exchange = Exchange(dispatcher=dispatcher, experts=experts)
+        check(exchange, given, np.arange(EXPERTS), zero=2)
 
 
 BOUNDED = [("all_gather", 1.7, 0), ("all_gather", 0.25, 1), ("ragged", 1.9, 0), ("ragged", 0.3, 1)]

@@ -10,8 +10,10 @@ import numpy as np
 import oracle
 import pytest
 from flax import nnx
+from jaxprs import equations
 from small_meshes import GRADIENTS, LAYOUT, NAMES, SHAPES, VALUES, copies, put, use
 
+from switchjax import zero
 from switchjax.config import ModelConfig, OptimConfig
 from switchjax.metrics import router_record
 from switchjax.moe.layer import SwitchLayer
@@ -56,11 +58,15 @@ def make_layer(config, weights, layout=LAYOUT):
     layer = jax.eval_shape(
         lambda: SwitchLayer(jax.random.key(0), config, layout, router_kind=config.encoder_router)
     )
-    layer.router_DE = nnx.Param(put(weights.router, layout.router_de.spec))
-    layer.experts.w_in_EDF = nnx.Param(put(weights.w_in, layout.w_in_edf.spec))
-    layer.experts.w_out_EFD = nnx.Param(put(weights.w_out, layout.w_out_efd.spec))
+
+    def held(weight, held):
+        return nnx.Param(put(weight, held.spec), width=held.width)
+
+    layer.router_DE = held(weights.router, layout.router_de)
+    layer.experts.w_in_EDF = held(weights.w_in, layout.w_in_edf)
+    layer.experts.w_out_EFD = held(weights.w_out, layout.w_out_efd)
     if weights.w_gate is not None:
-        layer.experts.w_gate_EDF = nnx.Param(put(weights.w_gate, layout.w_in_edf.spec))
+        layer.experts.w_gate_EDF = held(weights.w_gate, layout.w_in_edf)
     return layer
 
 
@@ -78,14 +84,16 @@ def forward(layer, x_BLD, real_BL, noise, bias_E=None):
 def both_ways(layer, x_BLD, real_BL, noise, cotangents, bias_E=None, placement_E=None):
     """The layer's results, and the gradients of the objective that the oracle has too."""
 
-    def objective(layer, x_BLD):
-        y_BLD, stats = layer(x_BLD, real_BL, noise, bias_E, placement_E=placement_E)
+    def objective(variables, x_BLD):
+        given = zero.with_variables(layer, variables, layer.layout)
+        y_BLD, stats = given(x_BLD, real_BL, noise, bias_E, placement_E=placement_E)
         total = jnp.sum(y_BLD * cotangents.y)
         total += cotangents.aux_coefficient * stats.balance + cotangents.z_coefficient * stats.z
         return total, (y_BLD, stats)
 
     gradient = jax.grad(objective, argnums=(0, 1), has_aux=True)
-    (dlayer, dx_BLD), (y_BLD, stats) = gradient(layer, x_BLD)
+    variables = zero.variables(layer, layer.layout)
+    (dlayer, dx_BLD), (y_BLD, stats) = gradient(variables, x_BLD)
     return y_BLD, stats, dx_BLD, dlayer
 
 
@@ -658,18 +666,6 @@ def test_experts_without_tokens_have_no_gradient(length):
 
 
 # --- The router stays in float32 --------------------------------------------------------------
-
-
-def equations(jaxpr):
-    """All of a program's operations, those of its inner programs too."""
-    for equation in jaxpr.eqns:
-        yield equation
-        for value in equation.params.values():
-            for inner in value if isinstance(value, list | tuple) else [value]:
-                if hasattr(inner, "jaxpr"):
-                    inner = inner.jaxpr
-                if hasattr(inner, "eqns"):
-                    yield from equations(inner)
 
 
 def test_router_computes_in_float32():  # case 17

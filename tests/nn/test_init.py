@@ -58,6 +58,20 @@ def test_every_mesh_starts_with_the_same_bits(mesh, config):  # case 30
         np.testing.assert_array_equal(array, expected[name], err_msg=name)
 
 
+@pytest.mark.parametrize("mesh", ["single", "data2_expert2_model2"])
+def test_narrow_weights_are_the_wide_ones_rounded(mesh):
+    """But for the router, norms and relative positions, which stay wide."""
+    with use(mesh):
+        found = parameters(replace(BOTH, param_dtype="bfloat16"))
+    expected = reference(BOTH)
+    wide = {name for name, array in found.items() if array.dtype == np.float32}
+    kinds = ("router_DE", "norm_D", "relative_UH")
+    assert wide == {name for name in found if any(kind in name for kind in kinds)} < found.keys()
+    for name, array in found.items():
+        rounded = expected[name].astype(array.dtype)
+        np.testing.assert_array_equal(array, rounded, err_msg=name, strict=True)
+
+
 @pytest.mark.parametrize("config", [DECODER, BOTH])
 def test_no_two_weights_are_alike(config):
     """Neither two experts nor two layers nor two matrices of a layer."""  # case 30
@@ -93,7 +107,7 @@ def test_values_are_a_truncated_normal():
     """Cut at two deviations of the normal that was cut, and scaled up to the variance asked for."""
     with use("single"):
         values = np.asarray(
-            weight(jax.random.key(1), (512, 1024), variance=0.04, held=LAYOUT.router_de.spec)
+            weight(jax.random.key(1), (512, 1024), variance=0.04, held=LAYOUT.router_de)
         ).ravel()
     assert values.dtype == np.float32
     sigma = 0.2 / 0.87962566  # of the normal before the cut

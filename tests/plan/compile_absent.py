@@ -47,6 +47,7 @@ MESHES = {
         "data=2,expert=4,model=2,experts=folded",
         "data=2,expert=4,model=2,dispatcher=all_gather,buffer=1.5",
         "data2_expert8,dispatcher=ragged",
+        "data=8,expert=2,zero=3,hot_experts=8",
     ],
     "large": ["data2_expert8", "data2_expert8,chunks=2", "data2_expert8,chunks=4"],
 }
@@ -74,6 +75,7 @@ def report(config: RunConfig, mesh: str) -> dict:
         "flops": program_flops(text),
         "sent": [
             {"kind": c.kind, "axes": c.axes, "wire_bytes": c.wire_bytes, "runs": c.runs}
+            | {"conditional": c.conditional}
             for c in collectives(text, shape)
             if not in_scope(c.op_name, "fallback")
         ],

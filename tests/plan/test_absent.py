@@ -17,6 +17,7 @@ from compile_absent import CONFIGS, LARGE, SMALL
 from jax.experimental import topologies
 
 from switchjax.errors import UserError
+from switchjax.expert_cache import gathered_bytes, kept_bytes
 from switchjax.layout import Layout
 from switchjax.mesh import read_mesh
 from switchjax.plan.absent import absent_mesh, compile_train_step
@@ -122,6 +123,22 @@ def test_the_schedule_shows_experts_at_work_under_chunked_exchanges():
     one_product = 2 * tokens_of_a_device("large", "data2_expert8") // 4 * 1024 * 4096
     for exchange in of_tokens("large", "data2_expert8,chunks=4"):
         assert exchange["expert_flops"] % one_product == 0
+
+
+@linux
+def test_a_split_state_is_gathered_and_scattered():
+    """With zero 3 on GPUs too; what busy experts take is gathered once, what others may not be."""
+    mesh = "data=8,expert=2,zero=3,hot_experts=8"
+    shape, sums = read_mesh(mesh), Counter()
+    for sent in reports("small")[mesh]["sent"]:
+        sums[sent["kind"], *sent["axes"], sent["conditional"]] += sent["wire_bytes"] * sent["runs"]
+    of_cold = gathered_bytes(SMALL, shape) - kept_bytes(SMALL.model, shape) * 7 / 8
+    assert sums["all-gather", "data", True] == of_cold > 0
+    assert sums["all-gather", "data", False] > kept_bytes(SMALL.model, shape) * 7 / 8
+    assert sums["reduce-scatter", "data", True] == of_cold / 2  # once, not twice
+    summed_whole = sum(size for key, size in sums.items() if key[:2] == ("all-reduce", "data"))
+    scattered = sums["reduce-scatter", "data", True] + sums["reduce-scatter", "data", False]
+    assert summed_whole < 0.03 * scattered  # statistics, norms
 
 
 def test_a_missing_plugin_is_the_users_to_install(monkeypatch):

@@ -56,6 +56,25 @@ def test_bytes_of_the_state_are_exact(name, optimizer):
     assert state_bytes(config, shape) == tuple(expected)
 
 
+@pytest.mark.parametrize("optimizer", ["adamw", "adafactor"])
+def test_narrow_parameters_move_into_the_optimizer(optimizer):
+    """Two bytes of each weight in place of four, four more of state, and gradients as ever."""
+    shape = read_mesh("data2_expert2_model2")
+    wide = builders.run_config(builders.DEEP, optimizer=optimizer)
+    narrow = replace(wide, model=replace(wide.model, param_dtype="bfloat16"))
+    with jax.set_mesh(builders.mesh(shape.name)):
+        state = abstract_state(narrow, Layout.of(shape))
+    leaves = jax.tree.leaves(state.model)
+    rounded = sum(
+        np.prod(leaf.sharding.shard_shape(leaf.shape)) for leaf in leaves if leaf.dtype != "float32"
+    )
+    (parameters, of_state), (fewer, more) = (state_bytes(c, shape) for c in (wide, narrow))
+    assert (parameters - fewer, more - of_state) == (2 * rounded, 4 * rounded)
+    assert 0.9 * parameters < 4 * rounded < parameters
+    gradients = [memory(Sizes(config, shape)).gradients for config in (wide, narrow)]
+    assert gradients == [parameters, parameters]
+
+
 # Encoder and decoder, layers computed again in the backward pass, micro-batches.
 BOTH = RunConfig(
     model=replace(

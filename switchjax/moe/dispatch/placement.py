@@ -53,8 +53,26 @@ def fair_share(num_choices: int, experts: Experts) -> float:
 
 def experts_here(placement_E: Array, experts: Experts) -> Array:
     """The logical experts whose weights this device holds, in their order."""
+    return _here(jnp.argsort(placement_E), experts)
+
+
+def at_device(order_E: Array, experts: Experts) -> Array:
+    """Where each of this device's experts is among those that the state holds here, in order.
+
+    Args:
+        order_E: the logical expert at each physical place, on the device of its logical place;
+            the last dim of what may be many.
+    """
+    here_e = _here(order_E, experts)
+    return here_e - part(experts) * here_e.shape[-1]
+
+
+def part(experts: Experts) -> Array:
+    """Which part of the experts this device holds."""
     device = lax.axis_index(EXPERT)
-    if experts == "folded":
-        device = device * _columns(experts) + lax.axis_index(MODEL)
-    here = num_lanes(placement_E.size, experts) // lax.axis_size(EXPERT)
-    return lax.dynamic_slice_in_dim(jnp.argsort(placement_E), device * here, here)
+    return device * _columns(experts) + lax.axis_index(MODEL) if experts == "folded" else device
+
+
+def _here(order_E: Array, experts: Experts) -> Array:
+    here = num_lanes(order_E.shape[-1], experts) // lax.axis_size(EXPERT)
+    return lax.dynamic_slice_in_dim(order_E, part(experts) * here, here, axis=-1)

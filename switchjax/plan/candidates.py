@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from functools import cache
 from typing import get_args
 
-from switchjax.config import Dispatcher, Experts, Remat, RunConfig
+from switchjax.config import Dispatcher, Experts, Offload, Remat, RunConfig
 from switchjax.errors import UserError
 from switchjax.mesh import Exchange, MeshShape, Storage
 from switchjax.plan.hardware import Hardware
@@ -53,16 +53,17 @@ def candidates(config: RunConfig, num_devices: int, hardware: Hardware) -> list[
     variant = cache(lambda remat, accumulation: _variant(config, remat, accumulation))
     for shape in _shapes(config, num_devices, hardware):
         divides = []
+        policies = remats(config, shape.storage)
         for accumulation in _accumulations(config, shape):
             try:
-                check_sizes(variant("none", accumulation), shape)
+                check_sizes(variant(policies[-1], accumulation), shape)
             except UserError as error:
                 refusals.append(str(error))
             else:
                 divides.append(accumulation)
         found += [
             Candidate(config=variant(remat, accumulation), shape=shape)
-            for remat in remats(config)
+            for remat in policies
             for accumulation in divides
         ]
     if not found:
@@ -88,7 +89,7 @@ def _shapes(config: RunConfig, num_devices: int, hardware: Hardware) -> Iterator
             for exchange in _exchanges(config, expert, model):
                 sizes = {"data": data, "expert": expert, "model": model}
                 name = "".join(f"{axis}{size}_" for axis, size in sizes.items() if size > 1)
-                for storage in storages(data):
+                for storage in storages(data, config, hardware):
                     yield MeshShape(
                         name=name.rstrip("_") or "single",
                         exchange=exchange,
@@ -110,13 +111,23 @@ def _exchanges(config: RunConfig, expert: int, model: int) -> Iterator[Exchange]
                 yield Exchange(experts=experts, dispatcher=dispatcher)
 
 
-def storages(data: int) -> list[Storage]:
-    """Where the state may be: there is nothing to split over one device."""
-    return [Storage(zero=zero) for zero in range(4 if data > 1 else 1)]
+def storages(data: int, config: RunConfig, hardware: Hardware) -> list[Storage]:
+    """Where the state may be: there is nothing to split over one device, and nothing to bring from
+    the host where its link is not known or the optimizer keeps next to nothing."""
+    offloads: tuple[Offload, ...] = ("none",)
+    if hardware.host_bandwidth is not None and config.optim.optimizer == "adamw":
+        offloads = get_args(Offload)
+    return [
+        Storage(zero=zero, offload=offload)
+        for zero in range(4 if data > 1 else 1)
+        for offload in offloads
+    ]
 
 
-def remats(config: RunConfig) -> tuple[Remat, ...]:
-    """The policies that differ for this model, which keep ever less."""
+def remats(config: RunConfig, storage: Storage) -> tuple[Remat, ...]:
+    """The policies that differ for this model and storage, which keep ever less."""
+    if storage.offload == "optimizer+activations":
+        return ("full",)
     policies: tuple[Remat, ...] = get_args(Remat)
     return policies if config.model.moe_every else tuple(p for p in policies if p != "moe")
 

@@ -18,7 +18,7 @@ import tempfile
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -145,7 +145,9 @@ def _environment(dump: str) -> dict[str, str]:
 def _question(candidate: Candidate, hardware: Hardware) -> str:
     config = to_dict(candidate.config)
     asked = {part: config[part] for part in ("model", "data", "optim")}
-    shape = asdict(candidate.shape)
+    # As if all were on the device, since an absent GPU has no other memory: see `with_program`.
+    on_device = replace(candidate.shape.storage, offload="none")
+    shape = asdict(replace(candidate.shape, storage=on_device))
     return json.dumps({"config": asked, "shape": shape, "hardware": asdict(hardware)})
 
 

@@ -12,10 +12,11 @@ from functools import cache
 from itertools import product
 
 from switchjax.axes import AXES, DATA, EXPERT, MODEL
+from switchjax.errors import UserError
 from switchjax.mesh import MeshShape
 from switchjax.plan.activations import made_again, whole_period
 from switchjax.plan.hardware import Hardware
-from switchjax.plan.memory import Memory, parameter_numbers
+from switchjax.plan.memory import Memory, parameter_numbers, received_bytes, state_bytes
 from switchjax.plan.sizes import Sizes
 from switchjax.plan.wire import Send
 
@@ -35,7 +36,8 @@ class Cost:
     compute: float
     memory: float
     sending: dict[str, float]
-    """By what joins the devices that send: "inside" a node, or "between" nodes."""
+    """By what joins the devices that send: "inside" a node, "between" nodes; or "host", by what
+    joins a device and its host's memory."""
     hidden: float
     """Of the sending, behind arithmetic."""
 
@@ -50,7 +52,7 @@ class Cost:
 
 def cost(sizes: Sizes, memory: Memory, sends: Iterable[Send], hardware: Hardware) -> Cost:
     """By formula: nothing is hidden, since only a schedule can tell."""
-    sending = {"inside": 0.0, "between": 0.0}
+    sending = {"inside": 0.0, "between": 0.0, "host": host_seconds(sizes, memory, hardware)}
     for send in sends:
         where, seconds = send_seconds(
             send.kind, send.axes, send.wire_bytes, send.runs, sizes.shape, hardware
@@ -62,6 +64,19 @@ def cost(sizes: Sizes, memory: Memory, sends: Iterable[Send], hardware: Hardware
         sending=sending,
         hidden=0.0,
     )
+
+
+def host_seconds(sizes: Sizes, memory: Memory, hardware: Hardware) -> float:
+    """Of what `offload` brings to the device and takes back, one after the other."""
+    if not memory.on_host:
+        return 0.0
+    if hardware.host_bandwidth is None:
+        raise UserError(
+            f"{hardware.name} has no host_bandwidth in its file, which offload = "
+            f"{sizes.shape.storage.offload} is planned with"
+        )
+    times = 2 * received_bytes(sizes) * (sizes.config.optim.accumulation - 1)
+    return (2 * memory.on_host + times) / (hardware.host_bandwidth * LINK_SHARE)
 
 
 def compute_seconds(sizes: Sizes, hardware: Hardware) -> float:
@@ -112,7 +127,8 @@ def _traffic(sizes: Sizes, memory: Memory) -> float:
     written = whole * sizes.itemsize * (2 if zero == 3 else 1)
     gradients = whole * sizes.itemsize + part * 4 if zero >= 2 else whole * 4
     of_weights = micros * (read + written + passes * whole * sizes.itemsize + gradients)
-    of_update = (part if zero else whole) * _ADAM_LIKE + 2 * memory.optimizer
+    _, optimizer = state_bytes(sizes.config, sizes.shape)
+    of_update = (part if zero else whole) * _ADAM_LIKE + 2 * optimizer
     if zero in (1, 2):  # what is gathered, and its move
         of_update += 2 * memory.parameters
     kept = sum(sizes.periods * whole_period(sizes, stack) for stack in sizes.stacks)

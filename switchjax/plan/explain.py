@@ -3,13 +3,16 @@
 import os
 from collections.abc import Iterator
 from dataclasses import replace
+from typing import Any, get_args
 
 from rich.table import Table
 
-from switchjax.plan.candidates import Candidate, remats, storages
+from switchjax.config import Offload
+from switchjax.plan.candidates import Candidate, remats
 from switchjax.plan.collectives import Collective
 from switchjax.plan.compiling import Program
 from switchjax.plan.hardware import Hardware
+from switchjax.plan.memory import Memory
 from switchjax.plan.ranking import MEMORY_FRACTION, Row, estimate, timed_collectives
 from switchjax.plan.schedule import EXCHANGES
 
@@ -20,10 +23,13 @@ _SMALL = 1e-6
 def memory_table(row: Row, program: Program | None, hardware: Hardware) -> Table:
     """Bytes of a device by class."""
     out = Table("class", "GB", "of the device", "what would make it less", title="memory, GB")
-    for name, size in vars(row.memory).items():
+    on_host = row.memory.on_host
+    for name, size in classes(row.memory).items():
         share = f"{size / hardware.memory:.1%}"
         out.add_row(name, f"{size / 1e9:.2f}", share, advice(name, row.candidate))
     out.add_section()
+    if on_host:
+        out.add_row("on the host, by formula", f"{on_host / 1e9:.2f}", "", "")
     total = row.memory.total
     out.add_row("all, by formula", f"{total / 1e9:.2f}", f"{total / hardware.memory:.1%}", "")
     if program is not None:
@@ -31,9 +37,15 @@ def memory_table(row: Row, program: Program | None, hardware: Hardware) -> Table
             ("state, by the compiler", program.argument_bytes),
             ("temporaries", program.temp_bytes),
             ("all, by the compiler", program.device_bytes),
+            *[("… less what is on the host", program.device_bytes - on_host)] * (on_host > 0),
         ):
             out.add_row(name, f"{size / 1e9:.2f}", f"{size / hardware.memory:.1%}", "")
     return out
+
+
+def classes(memory: Memory) -> dict[str, float]:
+    """Bytes on the device, by class."""
+    return {name: size for name, size in vars(memory).items() if name != "on_host"}
 
 
 def advice(name: str, candidate: Candidate) -> str:
@@ -46,6 +58,8 @@ def advice(name: str, candidate: Candidate) -> str:
             return "zero = 3 in the mesh file" if zero < 3 else fewer
         case "optimizer" if zero < 1:
             return "zero = 1 in the mesh file, or optim.optimizer adafactor, which keeps least"
+        case "optimizer" if shape.storage.offload == "none":
+            return "offload = optimizer in the mesh file, or optim.optimizer adafactor"
         case "optimizer":
             return "optim.optimizer adafactor, which keeps least, or more devices"
         case "gradients":
@@ -58,24 +72,35 @@ def advice(name: str, candidate: Candidate) -> str:
             return "more accumulation or shorter rows"
 
 
-def rungs(candidate: Candidate) -> Iterator[tuple[str, Candidate]]:
+def rungs(candidate: Candidate, hardware: Hardware) -> Iterator[tuple[str, Candidate]]:
     """What could be set otherwise on this mesh, for memory: each name with the layout it gives."""
     config, shape = candidate.config, candidate.shape
-    for storage in storages(shape.data) if shape.data > 1 else ():
-        changed = replace(shape, storage=replace(shape.storage, zero=storage.zero))
-        yield f"zero = {storage.zero}", replace(candidate, shape=changed)
-    for remat in remats(config):
+
+    def stored(**keys: Any) -> Candidate:
+        return replace(candidate, shape=replace(shape, storage=replace(shape.storage, **keys)))
+
+    for zero in range(4) if shape.data > 1 else ():
+        hot = shape.storage.hot_experts if zero == 3 else 0
+        yield f"zero = {zero}", stored(zero=zero, hot_experts=hot)
+    half = config.model.num_experts // 2
+    if shape.storage.zero == 3 and config.model.moe_every and half % shape.expert_parts == 0:
+        yield f"hot_experts = {half}", stored(hot_experts=half)
+    offloads = get_args(Offload) if hardware.host_bandwidth is not None else ()
+    for offload in offloads if config.optim.optimizer != "sgd" else ():
+        if offload != "optimizer+activations" or config.model.remat == "full":
+            yield f"offload = {offload}", stored(offload=offload)
+    for remat in remats(config, shape.storage):
         changed = replace(config, model=replace(config.model, remat=remat))
         yield f"remat {remat}", replace(candidate, config=changed)
 
 
 def rung_table(candidate: Candidate, hardware: Hardware) -> Table:
     """Bytes of each class with each rung alone changed, by formula; `*` marks those in use."""
-    rows = [(name, estimate(changed, hardware)) for name, changed in rungs(candidate)]
-    classes = list(vars(rows[0][1].memory))
+    rows = [(name, estimate(changed, hardware)) for name, changed in rungs(candidate, hardware)]
+    names = list(vars(rows[0][1].memory))
     out = Table(title="what each rung would leave, GB by formula; * = in use")
     out.add_column("rung")
-    for name in (*classes, "all", "fits", "step ms"):
+    for name in (*names, "all", "fits", "step ms"):
         out.add_column(name, justify="right")
     kind = rows[0][0].split()[0]
     for name, row in rows:
@@ -130,7 +155,7 @@ def purpose(collective: Collective) -> str:
 def out_of_memory(row: Row, program: Program | None, hardware: Hardware) -> str:
     """How much too large a layout is, what fills the device and what would help; one line."""
     limit = hardware.memory * MEMORY_FRACTION
-    parts = vars(row.memory)
+    parts = classes(row.memory)
     largest = sorted(parts, key=parts.__getitem__, reverse=True)[:2]
     said = (
         f"{row.candidate.name} does not fit: {row.device_bytes / 1e9:.1f} GB of the "

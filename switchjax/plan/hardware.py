@@ -52,6 +52,9 @@ class Hardware:
     """FLOP/s of dense matrix products, by dtype; float16 as fast as bfloat16 unless it says so."""
     inside: Link
     between: Link
+    host_bandwidth: float | None = None
+    """Bytes a second between one device and memory of its host, one way; None: not known, and then
+    no offload is planned."""
     gpu: Gpu | None = None
 
     def target_config(self) -> str:
@@ -177,7 +180,7 @@ _KINDS = ("gpu", "tpu")
 def _checked(kind: type, section: str, values: dict[str, Any]) -> Any:
     """A dataclass of these values, positive where they are numbers."""
     known = {field.name for field in fields(kind)}
-    needed = known - {"gpu"}
+    needed = known - {"gpu", "host_bandwidth"}
     where = f"[{section}] " if section else ""
     for what, names in (("unknown", values.keys() - known), ("missing", needed - values.keys())):
         if names:

@@ -11,10 +11,11 @@ from typing import NamedTuple
 
 import jax
 
+from switchjax import expert_cache
 from switchjax.config import Experts, ModelConfig, OptimConfig, RunConfig
 from switchjax.layout import Layout
 from switchjax.mesh import Exchange, MeshShape, Storage, use_abstract_mesh
-from switchjax.plan.activations import all_peers, kept, made_again
+from switchjax.plan.activations import all_peers, kept, made_again, unit
 from switchjax.plan.sizes import Sizes, Stack
 from switchjax.saved_steps import named_leaves
 from switchjax.state import init_state
@@ -34,10 +35,12 @@ class Memory:
     """Kept from the forward pass for the backward pass."""
     buffers: float
     """At work: of the period that is computed, the logits, what is under way."""
+    on_host: float
+    """What of these `offload` keeps in memory of the host instead: not in the total."""
 
     @property
     def total(self) -> float:
-        return sum(vars(self).values())
+        return sum(vars(self).values()) - self.on_host
 
 
 def memory(sizes: Sizes) -> Memory:
@@ -48,6 +51,7 @@ def memory(sizes: Sizes) -> Memory:
     micros = 2 if config.optim.accumulation > 1 else 1  # one micro-batch's beside the sum
     gradients = micros * (part if shape.storage.zero >= 2 else whole)
     activations = sum(kept(sizes, stack) for stack in sizes.stacks)
+    at_once, received = _optimizer_at_once(sizes, optimizer), received_bytes(sizes)
     buffers = sum(
         (
             _logits(sizes),
@@ -58,12 +62,33 @@ def memory(sizes: Sizes) -> Memory:
     )
     return Memory(
         parameters=parameters,
-        optimizer=optimizer,
+        optimizer=at_once,
         gradients=gradients,
         gathered=_gathered(sizes, room=activations + buffers + gradients - part),
-        activations=activations,
+        activations=activations - received,
         buffers=buffers,
+        on_host=optimizer - at_once + received,
     )
+
+
+def _optimizer_at_once(sizes: Sizes, optimizer: float) -> float:
+    """Of the optimizer's bytes, what is on the device at the same time.
+
+    Where they are on the host, the larger of a period's and of what is not stacked; but
+    Adafactor's rows and columns come all at once.
+    """
+    config, shape = sizes.config, sizes.shape
+    if shape.storage.offload == "none" or config.optim.optimizer == "adafactor":
+        return optimizer
+    stacked = _on_a_device(config, shape, shape.storage.zero).stacked
+    return max(stacked / (sizes.periods * len(sizes.stacks)), optimizer - stacked)
+
+
+def received_bytes(sizes: Sizes) -> float:
+    """On the host, of what the periods of a micro-batch receive: all but that of two in turn."""
+    if sizes.shape.storage.offload != "optimizer+activations":
+        return 0.0
+    return sum(max(sizes.periods - 2, 0) * unit(sizes, stack) for stack in sizes.stacks)
 
 
 def state_bytes(config: RunConfig, shape: MeshShape) -> tuple[float, float]:
@@ -82,6 +107,8 @@ class _State(NamedTuple):
     optimizer: float
     numbers: float
     """Of the parameters."""
+    stacked: float
+    """Of the optimizer's bytes, those of periods."""
 
 
 def _on_a_device(config: RunConfig, shape: MeshShape, zero: int) -> _State:
@@ -100,7 +127,7 @@ def _sums(
     model: ModelConfig, optim: OptimConfig, experts: Experts, zero: int, sizes: tuple[int, ...]
 ) -> _State:
     shape = MeshShape(name="asked", **dict(zip(("data", "expert", "model"), sizes, strict=True)))
-    parameters = optimizer = numbers = 0.0
+    parameters = optimizer = numbers = stacked = 0.0
     for part, axes, size, count in _arrays(model, optim, experts, zero):
         devices = math.prod(getattr(shape, axis) for axis in axes)
         if part == "model":
@@ -108,7 +135,8 @@ def _sums(
             numbers += count / devices
         else:
             optimizer += size / devices
-    return _State(parameters, optimizer, numbers)
+            stacked += size / devices if part == "stacked" else 0
+    return _State(parameters, optimizer, numbers, stacked)
 
 
 @cache
@@ -133,6 +161,7 @@ def _arrays(
         part = name.split(".")[0]
         if part not in ("model", "opt_state"):
             continue
+        part = "stacked" if part == "opt_state" and ".periods." in name else part
         axes: list[str] = []
         for entry in leaf.sharding.spec if leaf.sharding is not None else ():
             axes += entry if isinstance(entry, tuple) else [entry] * (entry is not None)
@@ -163,7 +192,8 @@ def _gathered(sizes: Sizes, *, room: float) -> float:
         whole = _on_a_device(sizes.config, sizes.shape, 0).parameters
         return max(0.0, whole - room)
     period = max(sizes.period_weights(stack) for stack in sizes.stacks)
-    return (4 * period + sizes.table_weights) * sizes.itemsize
+    used = (4 * period + sizes.table_weights) * sizes.itemsize
+    return used + expert_cache.kept_bytes(sizes.model, sizes.shape)
 
 
 def _slower_way(sizes: Sizes, stack: Stack) -> float:

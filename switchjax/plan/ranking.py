@@ -173,7 +173,8 @@ def timed_collectives(
 def with_program(row: Row, program: Program, hardware: Hardware) -> Row:
     """The row with the compiler's bytes, collectives and schedule in place of the formulas'."""
     sizes = Sizes(row.candidate.config, row.candidate.shape)
-    sending, hidden, sent = {"inside": 0.0, "between": 0.0}, 0.0, []
+    of_host = row.cost.sending["host"]
+    sending, hidden, sent = {"inside": 0.0, "between": 0.0, "host": of_host}, 0.0, []
     for timed in timed_collectives(row.candidate, program, hardware):
         sending[timed.link] += timed.seconds
         hidden += timed.hidden
@@ -181,4 +182,6 @@ def with_program(row: Row, program: Program, hardware: Hardware) -> Row:
     # What a product stands beside is no more than all products, however many collectives it is.
     hidden = min(hidden, row.cost.compute)
     seconds = replace(row.cost, sending=sending, hidden=hidden)
-    return _row(sizes, hardware, row.memory, program.device_bytes, sent, seconds, compiled=True)
+    # XLA knows one memory of an absent GPU; what is on the host is taken off by our own account.
+    device_bytes = program.device_bytes - row.memory.on_host
+    return _row(sizes, hardware, row.memory, device_bytes, sent, seconds, compiled=True)

@@ -28,11 +28,12 @@ def table(rows: Sequence[Row], hardware: Hardware, drops: Sequence[float] | None
     devices = rows[0].candidate.shape.num_devices
     out = Table(
         title=f"{devices} x {hardware.name}, {hardware.memory / GB:.0f} GB each",
-        caption="step = max(compute, memory) + exposed sending; ms. * = by the compiler",
+        caption="step = max(compute, memory) + exposed sending; ms. * = by the compiler"
+        + ", less what is on the host by formula" * any(row.memory.on_host for row in rows),
     )
     out.add_column("")
     out.add_column("layout", overflow="fold", min_width=24)
-    names = ["GB", "fits", "step", "compute", "memory", "in node", "between", "hidden"]
+    names = ["GB", "fits", "step", "compute", "memory", "in node", "between", "host", "hidden"]
     names += ["tokens/s", "MFU", "sending"] + ["drops"] * (drops is not None)
     for name in names:
         out.add_column(name, justify="right")
@@ -46,7 +47,7 @@ def _cells(row: Row, drops: float | None) -> list[str]:
     if row.failure is not None:
         return ["-", f"failed: {row.failure}"]
     cost = row.cost
-    parts = (cost.step, cost.compute, cost.memory, cost.sending["inside"], cost.sending["between"])
+    parts = (cost.step, cost.compute, cost.memory, *cost.sending.values())
     cells = [
         f"{row.device_bytes / GB:.1f}{'*' * row.compiled}",
         "yes" if row.fits else "no",

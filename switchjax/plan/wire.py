@@ -8,6 +8,7 @@ micro-batch, and what `remat` computes again it sends again.
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from switchjax import expert_cache
 from switchjax.axes import DATA, EXPERT, MODEL, TOKENS
 from switchjax.plan.exchange import exchange_bytes
 from switchjax.plan.memory import gathered_bytes
@@ -189,6 +190,7 @@ def _weights(sizes: Sizes) -> Iterator[Send]:
         case _:
             # In the forward pass and again in the backward pass; embeddings once.
             size = micros * scattered_bytes(_gathered_for_use(sizes), shape.data)
+            size -= expert_cache.saved_bytes(sizes.config, shape)
             runs = micros * (2 * sizes.periods * len(sizes.stacks) + 1)
     yield Send(purpose="weights", kind="all-gather", axes=(DATA,), wire_bytes=size, runs=runs)
 

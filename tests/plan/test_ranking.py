@@ -169,7 +169,7 @@ def ladder(mesh, **changes):
     """Memory by the name of each rung."""
     config = replace(CONFIG, **changes)
     candidate = Candidate(config=config, shape=read_mesh(mesh))
-    return {name: estimate(rung, H200).memory for name, rung in explain.rungs(candidate)}
+    return {name: estimate(rung, H200).memory for name, rung in explain.rungs(candidate, H200)}
 
 
 def test_zero_divides_a_class_by_the_data_degree():
@@ -194,6 +194,56 @@ def test_remat_keeps_ever_less():
     assert "remat moe" not in dense and "remat dots" in dense
 
 
+def test_offload_moves_bytes_to_the_host():
+    """A deep model's optimizer comes a period at a time, and with `full` what periods receive."""
+    deep = replace(MODEL, num_layers=64, remat="full")
+    found = ladder("data=8,expert=2", model=deep)
+    here, optimizer, both = (
+        found[f"offload = {name}"] for name in ("none", "optimizer", "optimizer+activations")
+    )
+    assert here.on_host == 0 < optimizer.on_host < both.on_host
+    assert optimizer.optimizer < 0.05 * here.optimizer
+    assert optimizer.activations == here.activations > 4 * both.activations
+    for used in (optimizer, both):
+        assert used.total + used.on_host == pytest.approx(here.total)
+    assert "offload = optimizer+activations" not in ladder("data=8,expert=2")
+
+
+def test_offload_takes_time_and_a_link_that_is_known():
+    def seconds(mesh, hardware=H200):
+        row = estimate(Candidate(config=CONFIG, shape=read_mesh(mesh)), hardware)
+        return row.cost, row.memory.on_host
+
+    here, (away, on_host) = (
+        seconds("expert=8,model=2")[0],
+        seconds("expert=8,model=2,offload=optimizer"),
+    )
+    assert here.sending["host"] == 0
+    assert away.sending["host"] == pytest.approx(2 * on_host / (64e9 * LINK_SHARE))
+    assert away.step == pytest.approx(here.step + away.sending["host"])
+    unknown = replace(H200, host_bandwidth=None)
+    with pytest.raises(
+        UserError, match="^NVIDIA H200 has no host_bandwidth .* offload = optimizer"
+    ):
+        seconds("expert=8,model=2,offload=optimizer", unknown)
+    assert {c.shape.storage.offload for c in FOUND} == {
+        "none",
+        "optimizer",
+        "optimizer+activations",
+    }
+    assert {c.shape.storage.offload for c in candidates(CONFIG, 16, unknown)} == {"none"}
+
+
+def test_experts_that_stay_gathered_take_room_and_save_time():
+    found = ladder("data=8,expert=2,zero=3")
+    assert found["hot_experts = 4"].gathered > found["zero = 3"].gathered
+    cold, hot = (
+        estimate(Candidate(config=CONFIG, shape=read_mesh(f"data=8,expert=2,zero=3{more}")), H200)
+        for more in ("", ",hot_experts=4")
+    )
+    assert hot.cost.sending["between"] < cold.cost.sending["between"]
+
+
 @pytest.mark.parametrize(
     ("name", "mesh", "said"),
     [
@@ -201,7 +251,8 @@ def test_remat_keeps_ever_less():
         ("parameters", "data=8,expert=2,zero=3", "more devices"),
         ("parameters", "expert=8,model=2", "more devices"),
         ("optimizer", "data=8,expert=2", "zero = 1 in the mesh file"),
-        ("optimizer", "data=8,expert=2,zero=1", "optim.optimizer adafactor"),
+        ("optimizer", "data=8,expert=2,zero=1", "offload = optimizer in the mesh file"),
+        ("optimizer", "data=8,expert=2,zero=1,offload=optimizer", "optim.optimizer adafactor"),
         ("gradients", "data=8,expert=2,zero=1", "zero = 2 in the mesh file"),
         ("activations", "data=8,expert=2", "--model.remat full"),
         ("buffers", "data=8,expert=2", "more accumulation"),

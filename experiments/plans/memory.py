@@ -11,6 +11,7 @@ from rich.progress import Progress
 from rich.table import Table
 
 from switchjax.config import RunConfig
+from switchjax.mesh import Storage
 from switchjax.plan.candidates import candidates
 from switchjax.plan.compiling import Program, compile_all
 from switchjax.plan.hardware import read_hardware
@@ -27,14 +28,15 @@ MODELS = {
     1571: ("switch-c", {}),
 }
 DEVICES = (64, 256, 1024)
-# Name, what is computed again, what `data` splits.
+# Name, what is computed again, where the state is.
 RUNGS = (
-    ("baseline", "none", 0),
-    ("remat moe", "moe", 0),
-    ("remat full", "full", 0),
-    ("+ zero 1", "full", 1),
-    ("+ zero 2", "full", 2),
-    ("+ zero 3", "full", 3),
+    ("baseline", "none", [Storage()]),
+    ("remat moe", "moe", [Storage()]),
+    ("remat full", "full", [Storage()]),
+    ("+ zero 1", "full", [Storage(zero=1)]),
+    ("+ zero 2", "full", [Storage(zero=2)]),
+    ("+ zero 3", "full", [Storage(zero=3)]),
+    ("+ offload", "full", [Storage(zero=zero, offload="optimizer") for zero in (0, 3)]),
 )
 COMPILED = ((10, 64, "remat full"), (100, 64, "+ zero 3"))
 
@@ -55,11 +57,11 @@ def ladder(billions: int) -> Iterator[tuple[tuple, Row]]:
     """For each number of devices and rung, the best layout: a mesh, and how many micro-batches."""
     for devices in DEVICES:
         found = candidates(run(billions, devices), devices, H200)
-        for rung, remat, zero in RUNGS:
+        for rung, remat, storages in RUNGS:
             those = [
                 candidate
                 for candidate in found
-                if (candidate.config.model.remat, candidate.shape.storage.zero) == (remat, zero)
+                if candidate.config.model.remat == remat and candidate.shape.storage in storages
             ]
             yield (billions, devices, rung), by_formula(those, H200)[0]
 
@@ -82,9 +84,9 @@ def table(billions: int, rows: dict[tuple, Row]) -> Table:
     name, changes = MODELS[billions]
     words = ", ".join([name, *(f"{key} {value}" for key, value in changes.items())])
     out = Table(title=f"{number:,.1f} B parameters ({words}): GB of a device", box=None)
-    for column in ("N", "rung", "mesh / micro-batches"):
+    for column in ("N", "rung", "mesh / micros"):
         out.add_column(column)
-    for column in ("param", "optim", "grad", "gath", "activ", "buff", "all", "fits", "ms"):
+    for column in ("param", "optim", "grad", "gath", "act", "buff", "host", "all", "fits", "ms"):
         out.add_column(column, justify="right")
     for (model, devices, rung), row in rows.items():
         if model != billions:

@@ -84,7 +84,7 @@ def table(billions: int, rows: dict[tuple, Row]) -> Table:
     name, changes = MODELS[billions]
     words = ", ".join([name, *(f"{key} {value}" for key, value in changes.items())])
     out = Table(title=f"{number:,.1f} B parameters ({words}): GB of a device", box=None)
-    for column in ("N", "rung", "mesh / micros"):
+    for column in ("N", "rung", "mesh/micros"):
         out.add_column(column)
     for column in ("param", "optim", "grad", "gath", "act", "buff", "host", "all", "fits", "ms"):
         out.add_column(column, justify="right")
@@ -92,7 +92,7 @@ def table(billions: int, rows: dict[tuple, Row]) -> Table:
         if model != billions:
             continue
         shape, micros = row.candidate.shape, row.candidate.config.optim.accumulation
-        mesh = "x".join(map(str, shape.sizes)) + f" / {micros}" * (micros > 1)
+        mesh = "x".join(map(str, shape.sizes)) + f"/{micros}" * (micros > 1)
         sizes = [f"{size / 1e9:.1f}" for size in vars(row.memory).values()]
         total = f"{row.device_bytes / 1e9:.1f}{'*' * row.compiled}"
         fits, step = "yes" if row.fits else "no", f"{row.cost.step * 1e3:.0f}"

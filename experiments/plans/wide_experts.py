@@ -6,20 +6,20 @@ of what is sent is the gradients of the experts, where `data` is more than 1.)
 Command: python experiments/plans/wide_experts.py
 Printed (2026-11-30, Python 3.11, jax 0.10.2):
 
-                                   16 H200, by formula
-    mesh                     way         hidden  step ms  compute ms  sending ms  GB
-    data=2,expert=8          all_to_all  4096    218      178         41          31.3
-    data=2,expert=8          all_to_all  6144    279      228         51          35.8
-    data=2,expert=8          all_gather  4096    298      178         120         32.4
-    data=2,expert=8          all_gather  6144    359      228         131         36.9
-    expert=16                all_to_all  4096    260      178         82          28.1
-    expert=16                all_to_all  6144    311      228         83          30.9
-    expert=16                all_gather  4096    412      178         234         30.2
-    expert=16                all_gather  6144    463      228         235         33.1
-    data=2,expert=4,model=2  all_to_all  4096    281      178         103         32.1
-    data=2,expert=4,model=2  all_to_all  6144    341      228         113         36.1
-    data=2,expert=4,model=2  all_gather  4096    336      178         158         33.1
-    data=2,expert=4,model=2  all_gather  6144    397      228         169         37.2
+                                    16 H200, by formula
+     mesh                     way         hidden  step ms  compute ms  sending ms  GB
+     data=2,expert=8          all_to_all  4096    218      178         40          31.7
+     data=2,expert=8          all_to_all  6144    278      228         50          36.2
+     data=2,expert=8          all_gather  4096    297      178         120         32.8
+     data=2,expert=8          all_gather  6144    358      228         130         37.3
+     expert=16                all_to_all  4096    259      178         81          28.5
+     expert=16                all_to_all  6144    310      228         82          31.3
+     expert=16                all_gather  4096    411      178         233         30.6
+     expert=16                all_gather  6144    462      228         234         33.5
+     data=2,expert=4,model=2  all_to_all  4096    280      178         102         32.5
+     data=2,expert=4,model=2  all_to_all  6144    340      228         112         36.6
+     data=2,expert=4,model=2  all_gather  4096    336      178         158         33.5
+     data=2,expert=4,model=2  all_gather  6144    396      228         168         37.6
 """
 
 from dataclasses import replace

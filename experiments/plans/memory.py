@@ -3,6 +3,7 @@
 Command: python experiments/plans/memory.py
 """
 
+from collections.abc import Iterator
 from dataclasses import replace
 
 from rich.console import Console
@@ -10,6 +11,7 @@ from rich.progress import Progress
 from rich.table import Table
 
 from switchjax.config import RunConfig
+from switchjax.mesh import Storage
 from switchjax.plan.candidates import candidates
 from switchjax.plan.compiling import Program, compile_all
 from switchjax.plan.hardware import read_hardware
@@ -18,95 +20,89 @@ from switchjax.presets import PRESETS
 from switchjax.state import model_shapes
 
 H200 = read_hardware("h200")
-# Presets, or a preset with more hidden units or fewer experts.
+# Billions of parameters, about; a preset, and what makes it as large.
 MODELS = {
-    "switch-base-128": {"d_ff": 4096},
-    "switch-xxl": {"num_experts": 32},
-    "switch-xxl ": {"d_ff": 12800},
-    "switch-c": {},
+    10: ("switch-base-128", {"d_ff": 4096}),
+    100: ("switch-xxl", {"num_experts": 32}),
+    500: ("switch-xxl", {"d_ff": 12800}),
+    1571: ("switch-c", {}),
 }
 DEVICES = (64, 256, 1024)
-# Name, what is computed again, what `data` splits. Each on the mesh that suits it best.
+# Name, what is computed again, where the state is.
 RUNGS = (
-    ("baseline", "none", 0),
-    ("+ remat moe", "moe", 0),
-    ("remat full", "full", 0),
-    ("+ zero 1", "full", 1),
-    ("+ zero 2", "full", 2),
-    ("+ zero 3", "full", 3),
+    ("baseline", "none", [Storage()]),
+    ("remat moe", "moe", [Storage()]),
+    ("remat full", "full", [Storage()]),
+    ("+ zero 1", "full", [Storage(zero=1)]),
+    ("+ zero 2", "full", [Storage(zero=2)]),
+    ("+ zero 3", "full", [Storage(zero=3)]),
+    ("+ offload", "full", [Storage(zero=zero, offload="optimizer") for zero in (0, 3)]),
 )
-COMPILED = {("switch-base-128", 64, "baseline"), ("switch-xxl", 64, "+ zero 3")}
+COMPILED = ((10, 64, "remat full"), (100, 64, "+ zero 3"))
 
 
-def run(name: str, devices: int) -> RunConfig:
-    """16 K tokens a device, computed in bfloat16, and Adam's two float32 for each parameter."""
-    preset = PRESETS[name.strip()]
+def run(billions: int, devices: int) -> RunConfig:
+    """16 K tokens a device, computed in bfloat16; Adam."""
+    name, changes = MODELS[billions]
+    preset = PRESETS[name]
     return replace(
         preset,
-        model=replace(preset.model, dtype="bfloat16", **MODELS[name]),
+        model=replace(preset.model, dtype="bfloat16", **changes),
         data=replace(preset.data, batch_size=32 * devices),
         optim=replace(preset.optim, optimizer="adamw"),
     )
 
 
-def ladder(config: RunConfig, devices: int) -> list[tuple[str, Row]]:
-    """The best layout for each rung, by formula."""
-    found = candidates(config, devices, H200)
-    return [
-        (
-            name,
-            by_formula(
-                (c for c in found if (c.config.model.remat, c.shape.storage.zero) == (remat, zero)),
-                H200,
-            )[0],
-        )
-        for name, remat, zero in RUNGS
-    ]
+def ladder(billions: int) -> Iterator[tuple[tuple, Row]]:
+    """For each number of devices and rung, the best layout: a mesh, and how many micro-batches."""
+    for devices in DEVICES:
+        found = candidates(run(billions, devices), devices, H200)
+        for rung, remat, storages in RUNGS:
+            those = [
+                candidate
+                for candidate in found
+                if candidate.config.model.remat == remat and candidate.shape.storage in storages
+            ]
+            yield (billions, devices, rung), by_formula(those, H200)[0]
 
 
-def confirmed(rows: dict[tuple[str, int, str], Row]) -> dict[tuple[str, int, str], Row]:
-    """With the compiler's bytes where they are asked for."""
-    asked = [at for at in rows if at in COMPILED]
+def compiled(rows: dict[tuple, Row]) -> dict[tuple, Row]:
+    """Some of the rows, with the compiler's bytes."""
     with Progress(transient=True) as progress:
-        task = progress.add_task("compiling", total=len(asked))
-        answers = compile_all(
-            [rows[at].candidate for at in asked], H200, on_done=lambda: progress.advance(task)
-        )
-    for at, answer in zip(asked, answers, strict=True):
-        assert isinstance(answer, Program), answer
-        rows[at] = with_program(rows[at], answer, H200)
-    return rows
+        task = progress.add_task("compiling", total=len(COMPILED))
+        asked = [rows[at].candidate for at in COMPILED]
+        answers = compile_all(asked, H200, on_done=lambda: progress.advance(task))
+    assert all(isinstance(answer, Program) for answer in answers), answers
+    pairs = zip(COMPILED, answers, strict=True)
+    return {at: with_program(rows[at], answer, H200) for at, answer in pairs}
+
+
+def table(billions: int, rows: dict[tuple, Row]) -> Table:
+    """Of one model."""
+    shapes = model_shapes(run(billions, DEVICES[0]).model)
+    number = sum(shape.size for shape in shapes.values()) / 1e9
+    name, changes = MODELS[billions]
+    words = ", ".join([name, *(f"{key} {value}" for key, value in changes.items())])
+    out = Table(title=f"{number:,.1f} B parameters ({words}): GB of a device", box=None)
+    for column in ("N", "rung", "mesh / micros"):
+        out.add_column(column)
+    for column in ("param", "optim", "grad", "gath", "act", "buff", "host", "all", "fits", "ms"):
+        out.add_column(column, justify="right")
+    for (model, devices, rung), row in rows.items():
+        if model != billions:
+            continue
+        shape, micros = row.candidate.shape, row.candidate.config.optim.accumulation
+        mesh = "x".join(map(str, shape.sizes)) + f" / {micros}" * (micros > 1)
+        sizes = [f"{size / 1e9:.1f}" for size in vars(row.memory).values()]
+        total = f"{row.device_bytes / 1e9:.1f}{'*' * row.compiled}"
+        fits, step = "yes" if row.fits else "no", f"{row.cost.step * 1e3:.0f}"
+        out.add_row(f"{devices}", rung, mesh, *sizes, total, fits, step)
+    return out
 
 
 if __name__ == "__main__":
-    rows = {
-        (name, devices, rung): row
-        for name in MODELS
-        for devices in DEVICES
-        for rung, row in ladder(run(name, devices), devices)
-    }
-    # rows = confirmed(rows)
-    classes = list(vars(next(iter(rows.values())).memory))
-    console = Console(width=100)
-    for name in MODELS:
-        shapes = model_shapes(run(name, 64).model).values()
-        billions = sum(shape.size for shape in shapes) / 1e9
-        words = " ".join(f"{key} {value}" for key, value in MODELS[name].items())
-        table = Table(
-            *("N", "rung", "mesh", *(c[:6] for c in classes), "all", "fits", "ms"),
-            title=f"{billions:,.1f} B parameters ({name.strip()} {words}), GB of a device",
-            box=None,
-        )
-        for (model, devices, rung), row in rows.items():
-            if model != name:
-                continue
-            sizes = "x".join(map(str, row.candidate.shape.sizes))
-            micros = row.candidate.config.optim.accumulation
-            numbers = [f"{size / 1e9:.1f}" for size in vars(row.memory).values()]
-            table.add_row(
-                *(f"{devices}", rung, sizes + f"/{micros}" * (micros > 1), *numbers),
-                f"{row.device_bytes / 1e9:.1f}{'*' * row.compiled}",
-                "yes" if row.fits else "no",
-                f"{row.cost.step * 1e3:.0f}",
-            )
-        console.print(table)
+    rows = {at: row for billions in MODELS for at, row in ladder(billions)}
+    rows |= compiled(rows)
+    console = Console(width=98)
+    for billions in MODELS:
+        console.print(table(billions, rows))

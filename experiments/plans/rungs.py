@@ -15,7 +15,7 @@ from switchjax.plan.candidates import Candidate
 from switchjax.plan.compiling import Program, compile_all
 from switchjax.plan.cost import step_flops
 from switchjax.plan.hardware import read_hardware
-from switchjax.plan.ranking import estimate
+from switchjax.plan.ranking import Row, estimate
 from switchjax.plan.sizes import Sizes
 from switchjax.presets import PRESETS
 
@@ -40,43 +40,44 @@ def candidate(name: str, changes: dict, mesh: str, zero: int, remat: str) -> Can
     return Candidate(config=config, shape=read_mesh(f"{mesh},zero={zero}"))
 
 
+def sent_bytes(program: Program) -> float:
+    """By one device in a step."""
+    return sum(c.wire_bytes * (c.runs or 1) for c, _ in program.collectives)
+
+
+def cells(row: Row, program: Program) -> list[str]:
+    """Classes by formula, then the compiler's, and all bytes by formula over them."""
+    used = row.memory
+    sizes = (used.parameters, used.optimizer, used.gradients)
+    sizes += (program.argument_bytes, program.temp_bytes, program.device_bytes)
+    words = [f"{size / 1e9:.2f}" for size in (*sizes, sent_bytes(program))]
+    words.append(f"{program.flops / 1e12:.1f}")
+    return [*words, f"{used.total / program.device_bytes:.2f}"]
+
+
+def deviations(row: Row, program: Program) -> tuple[float, float]:
+    """Of the formulas for bytes sent and for FLOPs from the compiler's."""
+    sizes = Sizes(row.candidate.config, row.candidate.shape)
+    sent = sum(send.wire_bytes for send in row.sends) / sent_bytes(program)
+    return abs(sent - 1), abs(step_flops(sizes, H200) / program.flops - 1)
+
+
 if __name__ == "__main__":
     asked = [candidate(*model, *rung) for model in MODELS for rung in RUNGS]
     with Progress(transient=True) as progress:
         task = progress.add_task("compiling", total=len(asked))
         answers = compile_all(asked, H200, on_done=lambda: progress.advance(task))
-    columns = (
-        "model",
-        "zero",
-        "remat",
-        "state GB",
-        "temporary",
-        "all",
-        "formula",
-        "TFLOP",
-        "sent GB",
-    )
-    table = Table(
-        *columns, title="64 H200; formula: over compiler, of bytes, FLOPs, sent", box=None
-    )
-    for layout, answer in zip(asked, answers, strict=True):
+    rows = [estimate(candidate, H200) for candidate in asked]
+    table = Table("model", "zero", "remat", title="64 H200, GB of a device", box=None)
+    for column in ("param", "optim", "grad", "state", "temp", "all", "sent", "TFLOP", "formula"):
+        table.add_column(column, justify="right")
+    names = [name for name, _, _ in MODELS for _ in RUNGS]
+    worst = [0.0, 0.0]
+    for name, row, answer in zip(names, rows, answers, strict=True):
         assert isinstance(answer, Program), answer
-        row = estimate(layout, H200)
-        sent = sum(c.wire_bytes * (c.runs or 1) for c, _ in answer.collectives)
-        ratios = (
-            row.device_bytes / answer.device_bytes,
-            step_flops(Sizes(layout.config, layout.shape), H200) / answer.flops,
-            sum(send.wire_bytes for send in row.sends) / sent,
-        )
-        table.add_row(
-            layout.shape.name.split(",zero")[0],
-            f"{layout.shape.storage.zero}",
-            layout.config.model.remat,
-            f"{answer.argument_bytes / 1e9:.2f}",
-            f"{answer.temp_bytes / 1e9:.2f}",
-            f"{answer.device_bytes / 1e9:.2f}",
-            " ".join(f"{ratio:.2f}" for ratio in ratios),
-            f"{answer.flops / 1e12:.1f}",
-            f"{sent / 1e9:.1f}",
-        )
-    Console(width=98).print(table)
+        zero, remat = row.candidate.shape.storage.zero, row.candidate.config.model.remat
+        table.add_row(name, f"{zero}", remat, *cells(row, answer))
+        worst = [max(pair) for pair in zip(worst, deviations(row, answer), strict=True)]
+    console = Console(width=98)
+    console.print(table)
+    console.print("largest deviation of formulas: sent {:.1%}, FLOPs {:.1%}".format(*worst))

@@ -81,8 +81,9 @@ def _hidden_bytes(sizes: Sizes) -> int:
 
 def _cast_weights(sizes: Sizes, stack: Stack) -> float:
     """Of one period, its weights in the dtype of compute, where that is not their own."""
-    own = sizes.itemsize == 4 or sizes.shape.storage.zero == 3
-    return 0.0 if own else sizes.period_weights(stack) * sizes.itemsize
+    if sizes.model.dtype == sizes.model.param_dtype or sizes.shape.storage.zero == 3:
+        return 0.0
+    return sizes.period_weights(stack) * sizes.itemsize
 
 
 def _products(sizes: Sizes, stack: Stack) -> float:

@@ -4,7 +4,7 @@ what ZeRO splits, what is computed again, how many micro-batches."""
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import cache
-from typing import get_args
+from typing import Any, get_args
 
 from switchjax.config import Dispatcher, Experts, Offload, Remat, RunConfig
 from switchjax.errors import UserError
@@ -87,15 +87,11 @@ def _shapes(config: RunConfig, num_devices: int, hardware: Hardware) -> Iterator
         for expert in _divisors(num_devices // model):
             data = num_devices // (model * expert)
             for exchange in _exchanges(config, expert, model):
-                sizes = {"data": data, "expert": expert, "model": model}
+                sizes: dict[str, Any] = {"data": data, "expert": expert, "model": model}
                 name = "".join(f"{axis}{size}_" for axis, size in sizes.items() if size > 1)
-                for storage in storages(data, config, hardware):
-                    yield MeshShape(
-                        name=name.rstrip("_") or "single",
-                        exchange=exchange,
-                        storage=storage,
-                        **sizes,
-                    )
+                plain = MeshShape(name=name.rstrip("_") or "single", exchange=exchange, **sizes)
+                for storage in storages(plain, config, hardware):
+                    yield replace(plain, storage=storage)
 
 
 def _exchanges(config: RunConfig, expert: int, model: int) -> Iterator[Exchange]:
@@ -111,17 +107,28 @@ def _exchanges(config: RunConfig, expert: int, model: int) -> Iterator[Exchange]
                 yield Exchange(experts=experts, dispatcher=dispatcher)
 
 
-def storages(data: int, config: RunConfig, hardware: Hardware) -> list[Storage]:
+def storages(shape: MeshShape, config: RunConfig, hardware: Hardware) -> list[Storage]:
     """Where the state may be: there is nothing to split over one device, and nothing to bring from
-    the host where its link is not known or the optimizer keeps next to nothing."""
+    the host where its link is not known or the optimizer keeps next to nothing. Of experts that
+    stay gathered there are none or half."""
     offloads: tuple[Offload, ...] = ("none",)
     if hardware.host_bandwidth is not None and config.optim.optimizer == "adamw":
         offloads = get_args(Offload)
-    return [
+    found = [
         Storage(zero=zero, offload=offload)
-        for zero in range(4 if data > 1 else 1)
+        for zero in range(4 if shape.data > 1 else 1)
         for offload in offloads
     ]
+    if hot := half_of_the_experts(config, shape):
+        found.append(Storage(zero=3, hot_experts=hot))
+    return found
+
+
+def half_of_the_experts(config: RunConfig, shape: MeshShape) -> int:
+    """How many may stay gathered; 0 where none can, or no half."""
+    half = config.model.num_experts // 2
+    can = shape.data > 1 and config.model.moe_every and half % shape.expert_parts == 0
+    return half if can else 0
 
 
 def remats(config: RunConfig, storage: Storage) -> tuple[Remat, ...]:

@@ -7,8 +7,8 @@ from typing import Any, get_args
 
 from rich.table import Table
 
-from switchjax.config import Offload
-from switchjax.plan.candidates import Candidate, remats
+from switchjax.config import Offload, ParamDtype
+from switchjax.plan.candidates import Candidate, half_of_the_experts, remats
 from switchjax.plan.collectives import Collective
 from switchjax.plan.compiling import Program
 from switchjax.plan.hardware import Hardware
@@ -73,18 +73,19 @@ def advice(name: str, candidate: Candidate) -> str:
 
 
 def rungs(candidate: Candidate, hardware: Hardware) -> Iterator[tuple[str, Candidate]]:
-    """What could be set otherwise on this mesh, for memory: each name with the layout it gives."""
+    """What could be set otherwise on this mesh, for memory: each name with the layout it gives.
+
+    Of these the dtype of parameters alone changes numbers.
+    """
     config, shape = candidate.config, candidate.shape
 
     def stored(**keys: Any) -> Candidate:
         return replace(candidate, shape=replace(shape, storage=replace(shape.storage, **keys)))
 
     for zero in range(4) if shape.data > 1 else ():
-        hot = shape.storage.hot_experts if zero == 3 else 0
-        yield f"zero = {zero}", stored(zero=zero, hot_experts=hot)
-    half = config.model.num_experts // 2
-    if shape.storage.zero == 3 and config.model.moe_every and half % shape.expert_parts == 0:
-        yield f"hot_experts = {half}", stored(hot_experts=half)
+        yield f"zero = {zero}", stored(zero=zero, hot_experts=0)
+    if hot := half_of_the_experts(config, shape):
+        yield f"zero = 3, hot_experts = {hot}", stored(zero=3, hot_experts=hot)
     offloads = get_args(Offload) if hardware.host_bandwidth is not None else ()
     for offload in offloads if config.optim.optimizer != "sgd" else ():
         if offload != "optimizer+activations" or config.model.remat == "full":
@@ -92,6 +93,9 @@ def rungs(candidate: Candidate, hardware: Hardware) -> Iterator[tuple[str, Candi
     for remat in remats(config, shape.storage):
         changed = replace(config, model=replace(config.model, remat=remat))
         yield f"remat {remat}", replace(candidate, config=changed)
+    for dtype in get_args(ParamDtype):
+        changed = replace(config, model=replace(config.model, param_dtype=dtype))
+        yield f"param_dtype {dtype}", replace(candidate, config=changed)
 
 
 def rung_table(candidate: Candidate, hardware: Hardware) -> Table:

@@ -145,13 +145,11 @@ def _gradients(sizes: Sizes) -> Iterator[Send]:
 
 def _layer_gradients(sizes: Sizes) -> float:
     """Bytes of what is summed over all that hold tokens, of layers: no expert's."""
-    r = sizes.reduce_itemsize
-    of_router = 4 if sizes.shape.storage.reduce_dtype == "compute" else r
-    size = 0.0
+    r, size = sizes.reduce_itemsize, 0.0
     for stack in sizes.stacks:
         size += sizes.model.num_layers * sizes.attention_weights(stack) * r
         size += sizes.dense_layers * sizes.dense_weights * r
-        size += sizes.switch_layers * sizes.router_weights * of_router
+        size += sizes.switch_layers * sizes.router_weights * 4
     return size
 
 

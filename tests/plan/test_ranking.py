@@ -150,7 +150,7 @@ def test_one_row_a_mesh():
 def test_what_is_passed_over_would_not_come_first():
     """With memory for all, for some and for none: the same rows as when all are estimated."""
     sizes = sorted(row.device_bytes for row in rows())
-    for memory in (sizes[-1] * 2, sizes[len(sizes) // 3], sizes[len(sizes) // 20], sizes[0] / 2):
+    for memory in (sizes[-1] * 2, sizes[len(sizes) // 10], sizes[0] / 2):
         hardware = replace(H200, memory=int(memory))
         assert by_formula(FOUND, hardware) == best_of_each(rows_on(hardware))
 
@@ -175,7 +175,8 @@ def ladder(mesh, **changes):
 def test_zero_divides_a_class_by_the_data_degree():
     """But for norms and positions, which stay whole."""
     found = ladder("data=8,expert=2")
-    assert [name for name in found if "zero" in name] == [f"zero = {n}" for n in range(4)]
+    rungs = [f"zero = {zero}" for zero in range(4)]
+    assert [name for name in found if "zero" in name] == [*rungs, "zero = 3, hot_experts = 4"]
     whole = found["zero = 0"]
     for zero in range(4):
         used = found[f"zero = {zero}"]
@@ -235,13 +236,30 @@ def test_offload_takes_time_and_a_link_that_is_known():
 
 
 def test_experts_that_stay_gathered_take_room_and_save_time():
-    found = ladder("data=8,expert=2,zero=3")
-    assert found["hot_experts = 4"].gathered > found["zero = 3"].gathered
+    """2 of 4 experts of a device, in a Switch layer of each of 2 stacks, are 8 MB in bfloat16."""
+    config = replace(CONFIG, optim=replace(CONFIG.optim, accumulation=2))
     cold, hot = (
-        estimate(Candidate(config=CONFIG, shape=read_mesh(f"data=8,expert=2,zero=3{more}")), H200)
+        estimate(Candidate(config=config, shape=read_mesh(f"data=2,expert=2,zero=3{more}")), H200)
         for more in ("", ",hot_experts=4")
     )
-    assert hot.cost.sending["between"] < cold.cost.sending["between"]
+    size = 2 * 2 * 2 * (2 * 256 * 1024)
+    assert hot.memory.gathered - cold.memory.gathered == size
+    sent = [
+        sum(send.wire_bytes for send in row.sends if send.purpose == "weights")
+        for row in (cold, hot)
+    ]
+    assert sent[0] - sent[1] == 3 * size / 2  # once for four times, and half of it is here
+    assert hot.cost.step < cold.cost.step
+    assert {c.shape.storage.hot_experts for c in FOUND if c.shape.storage.zero == 3} == {0, 4}
+
+
+def test_narrow_parameters_leave_masters_that_data_splits():
+    found = ladder("data=8,expert=2,zero=1")
+    wide, narrow = (found[f"param_dtype {dtype}"] for dtype in ("float32", "bfloat16"))
+    gone, masters = wide.parameters - narrow.parameters, narrow.optimizer - wide.optimizer
+    assert gone == pytest.approx(wide.parameters / 2, rel=0.05)
+    assert masters == pytest.approx(2 * gone / 8, rel=0.02)
+    assert narrow.gradients == wide.gradients
 
 
 @pytest.mark.parametrize(

@@ -3,8 +3,8 @@
 Where the optimizer's state is on the host, weights are updated in turn: the periods of a stack one
 after another, and what is not stacked by itself. A rule of elements gives the same numbers so, but
 for the last bits, which are XLA's to round as it joins operations. Adafactor's looks at whole
-weights; but of a large one it keeps a row and a column alone, so all of its state comes to the
-device at once, and every bit is the same.
+weights, so all of its state comes to the device at once, and every bit is the same; it is small,
+since of experts' and feed-forward weights it keeps a row and a column alone.
 """
 
 from collections.abc import Callable, Sequence

@@ -692,7 +692,7 @@ def test_router_computes_in_float32():  # case 17
     assert dtypes["cumsum"] == {"int32"}
     y, stats = program.out_avals[0], program.out_avals[1:]
     assert y.dtype == jnp.bfloat16
-    assert [s.dtype.name for s in stats] == ["float32"] * 2 + ["int32"] * 4
+    assert [s.dtype.name for s in stats] == ["float32"] * 2 + ["int32"] * 4 + ["float32"]
 
 
 def test_bfloat16_does_not_move_tokens_to_other_experts():

@@ -116,7 +116,7 @@ def test_one_mesh_explained(program, capsys):
 @linux
 def test_too_large_is_said_with_what_would_help(program, tmp_path, capsys):
     text = (compiling.PACKAGE / "plan" / "accelerators" / "h200.toml").read_text()
-    (tmp_path / "small.toml").write_text(text.replace("151_397_597_184", "1_000_000"))
+    (tmp_path / "small.toml").write_text(text.replace("151_397_597_184", "100_000"))
     options = {"hardware": str(tmp_path / "small.toml"), "nodes": 2, "compile": 0}
     with pytest.raises(UserError, match=r"does not fit: .* GB of the .* less of them: "):
         plan(SMALL, PlanConfig(mesh="data=2,expert=8", **options))

@@ -8,7 +8,6 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from flax import nnx
 from jax import Array
 from jaxtyping import Float
 
@@ -17,6 +16,7 @@ from switchjax.layout import Layout
 from switchjax.mesh import MeshShape
 from switchjax.model import Stack, SwitchTransformer, switch_layer_names
 from switchjax.moe import hot
+from switchjax.zero import map_weights
 
 
 class Kept(NamedTuple):
@@ -43,7 +43,7 @@ def gathered(
                 return None
             return leaf.replace(hot.gathered(leaf, order_NE, layout, model.dtype))
 
-        return Kept(_map(of_weight, stack), order_NE)
+        return Kept(map_weights(of_weight, stack), order_NE)
 
     stacks = [stack for stack in (model.encoder, model.decoder) if stack is not None]
     orders = jnp.split(hot.orders(load_XE, layout), len(stacks))
@@ -65,13 +65,9 @@ def with_gathered(model: SwitchTransformer, kept: list[Kept]) -> SwitchTransform
                 return leaf
             return leaf.replace(hot.Cached(leaf.get_value(), whole.get_value(), order_NE))
 
-        return _map(of_weight, node, weights)
+        return map_weights(of_weight, node, weights)
 
     return jax.tree.map(of_stack, model, is_leaf=lambda node: isinstance(node, Stack))
-
-
-def _map(function: Any, *trees: Any) -> Any:
-    return jax.tree.map(function, *trees, is_leaf=lambda node: isinstance(node, nnx.Variable))
 
 
 def kept_bytes(model: ModelConfig, shape: MeshShape) -> float:
@@ -100,7 +96,12 @@ def saved_bytes(config: RunConfig, shape: MeshShape) -> float:
 
 def _bytes_of_experts(model: ModelConfig, shape: MeshShape, number: float) -> float:
     """Of so many whole experts of each layer on one device, in the dtype of compute."""
+    of_one = weights_of_expert(model, shape) * jnp.dtype(model.dtype).itemsize
+    return len(switch_layer_names(model)) * number * of_one
+
+
+def weights_of_expert(model: ModelConfig, shape: MeshShape) -> int:
+    """Numbers of one expert on one device, whole over `data`."""
     matrices = 3 if model.activation == "geglu" else 2
     hidden = model.d_ff // (shape.model if shape.exchange.experts == "separate" else 1)
-    of_one = matrices * model.d_model * hidden * jnp.dtype(model.dtype).itemsize
-    return len(switch_layer_names(model)) * number * of_one
+    return matrices * model.d_model * hidden

@@ -41,10 +41,7 @@ class Exchange:
     way to the same numbers. None: 2 for `ragged`; `all_gather` sends each token to each peer."""
 
     def __post_init__(self) -> None:
-        for name, choices in (("experts", Experts), ("dispatcher", Dispatcher), ("wire", Wire)):
-            value, known = getattr(self, name), get_args(choices)
-            if value not in known:
-                raise UserError(f"{name} must be one of {', '.join(known)}, got {value!r}")
+        _require_known(self, experts=Experts, dispatcher=Dispatcher, wire=Wire)
         if not _is_count(self.chunks):
             raise UserError(f"chunks must be a positive integer, got {self.chunks!r}")
         if self.buffer is None:
@@ -87,10 +84,7 @@ class Storage:
     def __post_init__(self) -> None:
         if self.zero not in range(4) or isinstance(self.zero, bool | float):
             raise UserError(f"zero must be 0, 1, 2 or 3, got {self.zero!r}")
-        for name, choices in (("reduce_dtype", ReduceDtype), ("offload", Offload)):
-            value, known = getattr(self, name), get_args(choices)
-            if value not in known:
-                raise UserError(f"{name} must be one of {', '.join(known)}, got {value!r}")
+        _require_known(self, reduce_dtype=ReduceDtype, offload=Offload)
         hot = self.hot_experts
         if not _is_count(hot) and (hot != 0 or isinstance(hot, bool | float)):
             raise UserError(f"hot_experts must be 0 or a positive integer, got {hot!r}")
@@ -99,6 +93,14 @@ class Storage:
                 f"hot_experts = {hot} stay gathered where zero = 3 splits parameters, and "
                 f"zero = {self.zero}"
             )
+
+
+def _require_known(keys: object, **choices: object) -> None:
+    """Raises UserError unless each of these fields is one of the words that its type has."""
+    for name, kind in choices.items():
+        value, known = getattr(keys, name), get_args(kind)
+        if value not in known:
+            raise UserError(f"{name} must be one of {', '.join(known)}, got {value!r}")
 
 
 def _is_count(value: object) -> bool:

@@ -17,10 +17,9 @@ from jax import Array, lax
 from switchjax.errors import UserError
 from switchjax.mesh import MeshShape
 from switchjax.model import Period
+from switchjax.remat import HOST_MEMORY
 
 Tree = TypeVar("Tree")
-
-MEMORY_KIND = "pinned_host"
 
 
 def check_memory(shape: MeshShape, mesh: jax.sharding.Mesh) -> None:
@@ -29,9 +28,9 @@ def check_memory(shape: MeshShape, mesh: jax.sharding.Mesh) -> None:
     if offload == "none":
         return
     kinds = sorted(memory.kind for memory in device.addressable_memories())
-    if MEMORY_KIND not in kinds:
+    if HOST_MEMORY not in kinds:
         raise UserError(
-            f"mesh {shape.name}: offload = {offload} needs memory of kind {MEMORY_KIND}, and a "
+            f"mesh {shape.name}: offload = {offload} needs memory of kind {HOST_MEMORY}, and a "
             f"{device.platform} device has {', '.join(kinds) or 'no kinds'}: leave it out"
         )
 
@@ -55,7 +54,7 @@ def promised(tree: Tree) -> Tree:
     """Of shapes with shardings: as `to_host`, of arrays."""
 
     def on_host(x: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
-        return x.update(sharding=x.sharding.with_memory_kind(MEMORY_KIND)) if x.ndim else x
+        return x.update(sharding=x.sharding.with_memory_kind(HOST_MEMORY)) if x.ndim else x
 
     return jax.tree.map(on_host, tree)
 

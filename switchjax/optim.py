@@ -19,6 +19,7 @@ from flax import nnx
 from jax import Array
 
 from switchjax.config import OptimConfig
+from switchjax.zero import map_weights
 
 
 def learning_rate(config: OptimConfig, step: int | Array) -> Array:
@@ -83,7 +84,7 @@ def init(config: OptimConfig, parameters: Any) -> optax.OptState:
         value = _value(leaf)
         return None if value.dtype == jnp.float32 else _with(leaf, value.astype(jnp.float32))
 
-    rule, masters = make_optimizer(config), _map(master, parameters)
+    rule, masters = make_optimizer(config), map_weights(master, parameters)
     if not jax.tree.leaves(masters):
         return rule.init(parameters)
     return WithMasters(masters, rule.init(_widened(parameters, masters)))
@@ -106,7 +107,7 @@ def update(
     wide = _widened(parameters, opt_state.masters)
     updates, of_rule = rule.update(gradient, opt_state.rule, wide)
     wide: Any = optax.apply_updates(wide, updates)
-    masters = _map(lambda new, old: None if old is None else new, wide, opt_state.masters)
+    masters = map_weights(lambda new, old: None if old is None else new, wide, opt_state.masters)
     rounded = jax.tree.map(lambda new, old: new.astype(old.dtype), wide, parameters)
     return rounded, WithMasters(masters, of_rule)
 
@@ -127,12 +128,7 @@ def and_clipping(config: OptimConfig, rule_state: Any) -> Any:
 
 def _widened(parameters: Any, masters: Any) -> Any:
     """The parameters with masters in the place of those that have one."""
-    return _map(lambda leaf, master: leaf if master is None else master, parameters, masters)
-
-
-def _map(function: Any, *trees: Any) -> Any:
-    """Of whole weights, not of the arrays in them, so that one can be left out."""
-    return jax.tree.map(function, *trees, is_leaf=lambda node: isinstance(node, nnx.Variable))
+    return map_weights(lambda leaf, master: leaf if master is None else master, parameters, masters)
 
 
 def _value(leaf: Any) -> Array:

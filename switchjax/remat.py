@@ -29,6 +29,9 @@ RETURNED = "returned"
 """Outputs of experts at their tokens."""
 _RECEIVED = "received"  # by a period
 
+HOST_MEMORY = "pinned_host"
+"""The kind of memory of the host that devices copy from and to."""
+
 _GATHER = "all_gather_reduced"  # of weights alone: see `zero.in_use`
 # Nothing is computed here: copies of a gathered weight, and others that are as cheap to make again.
 _COPIES = {
@@ -71,7 +74,7 @@ def with_policy(
                 names_which_can_be_saved=[ROUTING],
                 names_which_can_be_offloaded=[_RECEIVED],
                 offload_src="device",
-                offload_dst="pinned_host",
+                offload_dst=HOST_MEMORY,
             ),
             prevent_cse=not is_looped,
         )

@@ -1,6 +1,6 @@
 """All that a step changes, how it starts, and where each part of it lives."""
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -48,8 +48,7 @@ def init_state(config: RunConfig, layout: Layout) -> TrainState:
 
 def first_state(config: RunConfig, layout: Layout, model: SwitchTransformer) -> TrainState:
     """The state before the first step of a run that starts from this model."""
-    parameters: Any = zero.split(model) if layout.storage.zero else model
-    opt_state = optim.init(config.optim, parameters)
+    opt_state = optim.init(config.optim, zero.split(model, layout))
     if layout.storage.offload != "none":
         opt_state = offload.to_host(opt_state)
     bias_XE, load_XE = init_router_bias(config), init_load(config.model)

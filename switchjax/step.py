@@ -80,9 +80,7 @@ def step_with_gradient(
         return jax.grad(loss, has_aux=True)(variables)
 
     grads, parts = _accumulate(gradient, batch, config.optim.accumulation, layout)
-    if layout.storage.zero:
-        grads = zero.split(grads)
-    grads = scaling.unscaled(grads, state.loss_scale)
+    grads = scaling.unscaled(zero.split(grads, layout), state.loss_scale)
     grad_norm = optax.tree.norm(grads)  # finite only if all of the gradient is
     next_state = _next_state(config, layout, state, grads, grad_norm, parts.router)
     aux, z = _router_losses(parts.router)
@@ -110,7 +108,7 @@ def _next_state(
 ) -> TrainState:
     """The state after a step with this gradient. Where the loss is scaled, a step whose gradient
     is not finite leaves all but its number and the scale as it was."""
-    parameters = zero.split(state.model) if layout.storage.zero else state.model
+    parameters = zero.split(state.model, layout)
     is_taken = None if state.loss_scale is None else jnp.isfinite(grad_norm)
     model, opt_state = update(
         config.optim, layout.storage, grads, state.opt_state, parameters, is_taken=is_taken
@@ -124,8 +122,7 @@ def _next_state(
         old = state.router_bias_XE, state.load_XE
         bias_XE, load_XE = scaling.chosen(is_taken, (bias_XE, load_XE), old)
         loss_scale = loss_scale.after(is_taken)
-    if layout.storage.zero in (1, 2):
-        model = zero.gathered(model)
+    model = zero.held(model, layout)
     return TrainState(state.step + 1, model, opt_state, bias_XE, load_XE, loss_scale)
 
 

@@ -141,7 +141,7 @@ def variables(model: Tree, layout: Layout) -> Tree:
             spec = with_entry(spec, leaf.width, DATA)
         return leaf.replace(jnp.zeros(value.shape, jnp.float32, out_sharding=spec))
 
-    return _map_weights(variable, model)
+    return map_weights(variable, model)
 
 
 def with_variables(model: Tree, variables: Tree, layout: Layout) -> Tree:
@@ -152,7 +152,7 @@ def with_variables(model: Tree, variables: Tree, layout: Layout) -> Tree:
             return variable
         return leaf.replace(Slotted(leaf.get_value(), variable.get_value()))
 
-    return _map_weights(joined, model, variables)
+    return map_weights(joined, model, variables)
 
 
 def _needs_slot(leaf: Any, layout: Layout) -> bool:
@@ -161,14 +161,14 @@ def _needs_slot(leaf: Any, layout: Layout) -> bool:
     return layout.storage.zero == 2 or leaf.get_value().dtype != jnp.float32
 
 
-def split(tree: Tree) -> Tree:
-    """With each weight of the tree over `data`: a part of what the device holds."""
-    return _with_widths(tree, DATA)
+def split(tree: Tree, layout: Layout) -> Tree:
+    """Weights or gradients as the optimizer works on them: with 1 and more, parts of all."""
+    return _with_widths(tree, DATA) if layout.storage.zero else tree
 
 
-def gathered(tree: Tree) -> Tree:
-    """With each weight of the tree whole on all devices of `data`."""
-    return _with_widths(tree, None)
+def held(tree: Tree, layout: Layout) -> Tree:
+    """What the optimizer made of weights, as the state holds it: with 1 and 2, whole again."""
+    return _with_widths(tree, None) if layout.storage.zero in (1, 2) else tree
 
 
 def _with_widths(tree: Tree, axis: str | None) -> Tree:
@@ -180,8 +180,12 @@ def _with_widths(tree: Tree, axis: str | None) -> Tree:
         spec = with_entry(jax.typeof(value).sharding.spec, width, axis)
         return leaf.replace(jax.reshard(value, spec))
 
-    return _map_weights(moved, tree)
+    return map_weights(moved, tree)
 
 
-def _map_weights(function: Callable[..., Any], *trees: Any) -> Any:
+def map_weights(function: Callable[..., Any], *trees: Any) -> Any:
+    """Of whole weights, not of the arrays in them, so that one can be left out, or know its width.
+
+    What is no part of a module is a weight itself.
+    """
     return jax.tree.map(function, *trees, is_leaf=lambda node: isinstance(node, nnx.Variable))

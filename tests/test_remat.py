@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jaxprs import equations
 
 from switchjax.config import ModelConfig, Remat
 from switchjax.layout import Layout
@@ -136,18 +137,6 @@ def counted(remat: Remat, mesh: str, **changes) -> Counter:
 
     of_stack(config, mesh, trace)
     return found
-
-
-def equations(jaxpr):
-    """Of a jaxpr and all within it."""
-    for equation in jaxpr.eqns:
-        yield equation
-        for value in jax.tree.leaves(
-            list(equation.params.values()), is_leaf=lambda v: hasattr(v, "eqns")
-        ):
-            inner = getattr(value, "jaxpr", value)
-            if hasattr(inner, "eqns"):
-                yield from equations(inner)
 
 
 @pytest.mark.parametrize("remat", POLICIES)

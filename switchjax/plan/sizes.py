@@ -10,11 +10,11 @@ import jax.numpy as jnp
 
 from switchjax.config import ModelConfig, RunConfig
 from switchjax.data.pipeline import row_lengths
+from switchjax.expert_cache import weights_of_expert
 from switchjax.mesh import MeshShape
+from switchjax.moe.dispatch import ragged
 from switchjax.moe.routing import capacity
 
-# Rows of a ragged buffer over its fair share, as the dispatcher has by default.
-_RAGGED_BUFFER = 2.0
 _capacity = cache(capacity)  # thousands of layouts ask for few
 
 
@@ -131,7 +131,7 @@ class Sizes:
     @property
     def expert_weights(self) -> int:
         """Of this device's experts in one Switch layer."""
-        return self.experts * self.matrices * self.model.d_model * self.expert_hidden
+        return self.experts * weights_of_expert(self.model, self.shape)
 
     @property
     def table_weights(self) -> int:
@@ -163,7 +163,7 @@ class Sizes:
         """Rows that this device's experts compute in one Switch layer, empty slots included."""
         columns = self.shape.model if self.folded else 1
         if self.shape.exchange.dispatcher == "ragged":
-            return int(_RAGGED_BUFFER * stack.tokens * self.model.top_k / columns)
+            return int(ragged.ROOM * stack.tokens * self.model.top_k / columns)
         groups = stack.tokens // self.group(stack)
         return self.model.num_experts // columns * groups * self.slots(stack)
 

@@ -53,7 +53,7 @@ def of_stack(config: ModelConfig, mesh: str, function):
 
 
 @cache
-def kept(remat: Remat, dispatcher: str = "local", **changes) -> Counter:
+def kept(remat: Remat, dispatcher: str = "local", mesh: str = "single", **changes) -> Counter:
     """Arrays from the forward pass of a stack that its backward pass is given, by shape."""
     config = replace(MODEL, remat=remat, **changes)
 
@@ -64,7 +64,7 @@ def kept(remat: Remat, dispatcher: str = "local", **changes) -> Counter:
 
         return jax.vjp(run, stack, x_BLD)[1]
 
-    backward = of_stack(config, f"single,dispatcher={dispatcher}", residuals)
+    backward = of_stack(config, f"{mesh},dispatcher={dispatcher}", residuals)
     arrays = [
         x for x in jax.tree.leaves(backward) if not jnp.issubdtype(x.dtype, jax.dtypes.extended)
     ]
@@ -93,6 +93,15 @@ def test_moe_keeps_all_but_hidden_activations_of_experts(activation):
     assert sum(hidden.values()) >= 2
     assert not any(shape == HIDDEN for shape, _ in but_hidden)
     assert num_bytes(but_hidden) <= num_bytes(everything) - 0.9 * num_bytes(hidden)
+
+
+@pytest.mark.parametrize("remat", POLICIES)
+def test_nothing_is_kept_for_the_slower_way(remat):
+    """Which has the tokens of four devices, and hidden activations of theirs."""
+    mesh = "data=2,expert=4,zero=3"
+    padded, exact = (num_bytes(kept(remat, d, mesh)) for d in ("all_to_all", "ragged"))
+    assert exact <= 1.2 * padded
+    assert not any(ROWS * 4 in shape for shape, _ in kept(remat, "ragged", mesh))
 
 
 def test_moe_keeps_no_hidden_activations_of_runs():

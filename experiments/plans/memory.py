@@ -1,6 +1,106 @@
 """The ladder of memory, 10 to 1,571 B parameters on 64 to 1,024 H200: bytes of a device by rung.
 
+Each rung has the mesh (data x expert x model) and the number of micro-batches (/, if more than one)
+that suit it best, of those that fit. By formula, but * by the compiler.
+
+Claim: with experts over all devices, 10 and 100 B fit on 64 GPUs without any rung, but 100 B in
+many micro-batches only: there remat halves the step. ZeRO leaves room and costs time. 492 B fit on
+64 GPUs only with the optimizer's state on the host; 1,571 B need 256.
 Command: python experiments/plans/memory.py
+Printed (2026-11-30, Python 3.11, jax 0.10.2):
+
+                9.9 B parameters (switch-base-128, d_ff 4096): GB of a device
+    N     rung        mesh     param  optim  grad  gath   act  buff  host   all  fits   ms
+    64    baseline    1x64x1     1.3    2.7   1.3   0.0  26.1   1.3   0.0  32.9   yes   59
+    64    remat moe   1x64x1     1.3    2.7   1.3   0.0  22.6   1.8   0.0  29.8   yes   61
+    64    remat full  1x64x1     1.3    2.7   1.3   0.0   0.2   4.4   0.0  8.9*   yes   77
+    64    + zero 1    2x32x1     2.0    2.0   2.0   0.0   0.2   4.4   0.0  10.5   yes  115
+    64    + zero 2    2x32x1     2.0    2.0   1.0   0.0   0.2   4.4   0.0   9.5   yes  112
+    64    + zero 3    2x32x1     1.0    2.0   1.0   0.4   0.2   4.4   0.0   8.9   yes  112
+    64    + offload   1x32x2     1.0    0.2   1.0   0.0   0.4   5.3   1.8   7.8   yes  165
+    256   baseline    2x128x1    1.0    2.1   1.0   0.0  27.5   7.8   0.0  39.5   yes   62
+    256   remat moe   2x128x1    1.0    2.1   1.0   0.0  22.6   8.5   0.0  35.2   yes   65
+    256   remat full  2x128x1    1.0    2.1   1.0   0.0   0.2  11.2   0.0  15.6   yes   82
+    256   + zero 1    2x128x1    1.0    1.0   1.0   0.0   0.2  11.2   0.0  14.5   yes   95
+    256   + zero 2    2x128x1    1.0    1.0   0.5   0.0   0.2  11.2   0.0  14.0   yes   98
+    256   + zero 3    2x128x1    0.5    1.0   0.5   0.2   0.2  11.2   0.0  13.7   yes   98
+    256   + offload   2x64x2     0.3    0.1   0.3   0.1   0.4  12.0   0.6  13.3   yes  130
+    1024  baseline    8x128x1    1.0    2.1   1.0   0.0  27.5   7.8   0.0  39.5   yes   65
+    1024  remat moe   8x128x1    1.0    2.1   1.0   0.0  22.6   8.5   0.0  35.2   yes   68
+    1024  remat full  8x128x1    1.0    2.1   1.0   0.0   0.2  11.2   0.0  15.6   yes   85
+    1024  + zero 1    8x128x1    1.0    0.3   1.0   0.0   0.2  11.2   0.0  13.7   yes  108
+    1024  + zero 2    8x128x1    1.0    0.3   0.1   0.0   0.2  11.2   0.0  12.8   yes  113
+    1024  + zero 3    8x128x1    0.1    0.3   0.1   0.2   0.2  11.2   0.0  12.1   yes  112
+    1024  + offload   8x64x2     0.1    0.0   0.1   0.1   0.4  12.0   0.2  12.7   yes  120
+                 104.6 B parameters (switch-xxl, num_experts 32): GB of a device
+    N     rung        mesh       param  optim  grad  gath   act  buff  host    all  fits    ms
+    64    baseline    1x16x4/16   14.0   28.1  28.1   0.0  39.5   0.2   0.0  109.8   yes  4323
+    64    remat moe   1x16x4/8    14.0   28.1  28.1   0.0  64.9   0.9   0.0  135.9   yes  3494
+    64    remat full  1x32x2      22.0   44.0  22.0   0.0   4.3  26.9   0.0  119.3   yes  2520
+    64    + zero 1    2x16x2      28.1   28.1  28.1   0.0   4.3  26.8   0.0  115.2   yes  2645
+    64    + zero 2    2x16x2      28.1   28.1  14.0   0.0   4.3  26.8   0.0  101.2   yes  2619
+    64    + zero 3    2x16x2      14.0   28.1  14.0   2.7   4.3  26.8   0.0  81.1*   yes  2396
+    64    + offload   2x8x4       10.0    0.8  10.0   1.9   8.5  35.3  19.2   66.6   yes  3487
+    256   baseline    2x32x4/8    11.0   22.0  22.0   0.0  70.5   0.4   0.0  125.9   yes  3821
+    256   remat moe   2x32x4/8    11.0   22.0  22.0   0.0  63.4   0.9   0.0  119.3   yes  3907
+    256   remat full  4x32x2      22.0   44.0  22.0   0.0   4.3  26.9   0.0  119.3   yes  2636
+    256   + zero 1    8x16x2      28.1    7.0  28.1   0.0   4.3  26.8   0.0   94.2   yes  3024
+    256   + zero 2    8x16x2      28.1    7.0   3.5   0.0   4.3  26.8   0.0   69.6   yes  2981
+    256   + zero 3    8x16x2       3.5    7.0   3.5   2.7   4.3  26.8   0.0   47.8   yes  2979
+    256   + offload   8x8x4        2.5    0.2   2.5   1.9   8.5  35.3   4.8   50.9   yes  3173
+    1024  baseline    8x32x4/8    11.0   22.0  22.0   0.0  70.5   0.4   0.0  125.9   yes  4058
+    1024  remat moe   8x32x4/8    11.0   22.0  22.0   0.0  63.4   0.9   0.0  119.3   yes  4145
+    1024  remat full  16x32x2     22.0   44.0  22.0   0.0   4.3  26.9   0.0  119.3   yes  2665
+    1024  + zero 1    32x16x2     28.1    1.8  28.1   0.0   4.3  26.8   0.0   88.9   yes  3118
+    1024  + zero 2    32x8x4      20.1    1.3   0.6   0.0   8.5  35.3   0.0   65.8   yes  3047
+    1024  + zero 3    32x8x4       0.6    1.3   0.6   1.9   8.5  35.3   0.0   48.2   yes  3047
+    1024  + offload   32x8x4       0.6    0.1   0.6   1.9   8.5  35.3   1.2   47.0   yes  3094
+                    491.9 B parameters (switch-xxl, d_ff 12800): GB of a device
+    N     rung        mesh       param  optim  grad  gath   act  buff  host    all  fits      ms
+    64    baseline    1x8x8/256   34.6   69.2  69.2   0.0  20.5   0.0   0.0  193.6    no   40966
+    64    remat moe   1x8x8/256   34.6   69.2  69.2   0.0  20.1   0.0   0.0  193.3    no   40986
+    64    remat full  1x8x8/256   34.6   69.2  69.2   0.0   0.1   0.2   0.0  173.4    no   40633
+    64    + zero 1    2x8x4       69.2   69.2  69.2   0.0   8.5  37.0   0.0  253.1    no    4389
+    64    + zero 2    2x4x8/256   64.8   64.8  64.8  32.1   0.1   0.2   0.0  226.9    no  141462
+    64    + zero 3    4x2x8/256   31.3   62.6  62.6  10.5   0.1   0.2   0.0  167.3    no  945647
+    64    + offload   1x16x4      39.0    3.2  39.0   0.0   8.5  37.0  74.7  126.8   yes    5740
+    256   baseline    1x64x4/16   16.3   32.7  32.7   0.0  42.8   0.2   0.0  124.7   yes    5021
+    256   remat moe   1x64x4/16   16.3   32.7  32.7   0.0  37.9   0.5   0.0  120.0   yes    5143
+    256   remat full  1x128x2     25.1   50.2  25.1   0.0   4.3  28.6   0.0  133.2   yes    3004
+    256   + zero 1    2x64x2      32.6   32.6  32.6   0.0   4.3  28.4   0.0  130.6   yes    3178
+    256   + zero 2    2x64x2      32.6   32.6  16.3   0.0   4.3  28.4   0.0  114.3   yes    3139
+    256   + zero 3    2x64x2      16.3   32.6  16.3   3.1   4.3  28.4   0.0  101.1   yes    3139
+    256   + offload   2x32x4      11.9    1.0  11.9   2.2   8.5  37.0  22.9   72.6   yes    4140
+    1024  baseline    2x128x4/8   12.6   25.1  25.1   0.0  75.6   0.4   0.0  138.9   yes    4392
+    1024  remat moe   2x128x4/8   12.6   25.1  25.1   0.0  65.7   1.0   0.0  129.5   yes    4514
+    1024  remat full  4x128x2     25.1   50.2  25.1   0.0   4.3  28.6   0.0  133.2   yes    3147
+    1024  + zero 1    4x128x2     25.1   12.5  25.1   0.0   4.3  28.6   0.0   95.6   yes    3617
+    1024  + zero 2    8x32x4      23.9    6.0   3.0   0.0   8.5  37.0   0.0   78.4   yes    3541
+    1024  + zero 3    8x32x4       3.0    6.0   3.0   2.2   8.5  37.0   0.0   59.7   yes    3542
+    1024  + offload   8x32x4       3.0    0.2   3.0   2.2   8.5  37.0   5.7   54.0   yes    3766
+                            1,571.3 B parameters (switch-c): GB of a device
+    N     rung        mesh        param  optim   grad   gath    act  buff   host    all  fits     ms
+    64    baseline    1x8x8/256    99.1  198.2  198.2    0.0   50.5   0.0    0.0  545.9    no  38378
+    64    remat moe   1x64x1      102.0  204.0  102.0    0.0  133.0   4.0    0.0  545.0    no   1431
+    64    remat full  1x32x2      100.3  200.7  100.3    0.0    2.7   9.5    0.0  413.5    no   1966
+    64    + zero 1    2x4x8       197.2  197.2  197.2   67.2   10.7  20.7    0.0  690.3    no  13529
+    64    + zero 2    2x4x8       197.2  197.2   98.6  165.8   10.7  20.7    0.0  690.3    no  12293
+    64    + zero 3    2x16x2       99.2  198.5   99.2   13.3    2.7   9.5    0.0  422.4    no   5537
+    64    + offload   1x32x2      100.3    6.7  100.3    0.0    2.7   9.5  194.0  219.5    no   9543
+    256   baseline    1x32x8/256   25.5   50.9   50.9    0.0   13.7   0.1    0.0  141.1    no  19635
+    256   remat moe   1x32x8/256   25.5   50.9   50.9    0.0   13.6   0.0    0.0  140.9    no  19957
+    256   remat full  1x256x1      28.4   56.8   28.4    0.0    1.3   7.9    0.0  122.8   yes   2020
+    256   + zero 1    2x32x4       50.4   50.4   50.4    6.5    5.3  13.4    0.0  176.5    no   6858
+    256   + zero 2    2x16x8       50.0   50.0   25.0   18.6   10.7  20.7    0.0  175.0    no  11376
+    256   + zero 3    2x128x1      26.5   52.9   26.5    3.7    1.3   7.9    0.0  118.8   yes   2979
+    256   + offload   1x128x2      26.7    1.8   26.7    0.0    2.7  43.2   51.7  101.1   yes   4075
+    1024  baseline    1x1024x1/4   10.0   20.0   20.0    0.0   28.4  35.4    0.0  113.7   yes    658
+    1024  remat moe   1x1024x1/4   10.0   20.0   20.0    0.0   23.8  35.7    0.0  109.3   yes    710
+    1024  remat full  1x1024x1/2   10.0   20.0   20.0    0.0    0.7  73.2    0.0  123.8   yes    799
+    1024  + zero 1    2x512x1      16.1   16.1   16.1    0.0    1.3  76.6    0.0  126.3   yes   1529
+    1024  + zero 2    2x512x1      16.1   16.1    8.1    0.0    1.3  76.6    0.0  118.2   yes   1475
+    1024  + zero 3    2x512x1       8.1   16.1    8.1    1.2    1.3  76.6    0.0  111.4   yes   1481
+    1024  + offload   1x512x2/2     8.3    0.5   16.6    0.0    1.3  74.0   16.1  100.8   yes   1480
 """
 
 from collections.abc import Iterator
@@ -84,7 +184,7 @@ def table(billions: int, rows: dict[tuple, Row]) -> Table:
     name, changes = MODELS[billions]
     words = ", ".join([name, *(f"{key} {value}" for key, value in changes.items())])
     out = Table(title=f"{number:,.1f} B parameters ({words}): GB of a device", box=None)
-    for column in ("N", "rung", "mesh/micros"):
+    for column in ("N", "rung", "mesh"):
         out.add_column(column)
     for column in ("param", "optim", "grad", "gath", "act", "buff", "host", "all", "fits", "ms"):
         out.add_column(column, justify="right")

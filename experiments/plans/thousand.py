@@ -1,19 +1,21 @@
 """Switch-C (1.57 T parameters) and Switch-XXL on 1,024 H200: the documents' layout and the best.
 
-Claim: the train step of either compiles on a laptop for 1,024 GPUs in half a minute. The documents'
+Claim: the train step of either compiles on a laptop for 1,024 GPUs in a minute. The documents'
 layout (data 32 x expert 8 x model 4) takes 403 GB a device for Switch-C and does not fit; one that
-splits experts over all devices takes 56 GB, and 4 to 50 times less time by the planner's clock.
+splits experts over all devices takes 47 GB, and 4 to 50 times less time by the planner's clock.
 Command: python experiments/plans/thousand.py
 Printed (2026-11-30, Python 3.11, jax 0.10.2):
 
                                                1,024 H200
     model       layout                                GB     fits  state GB  step ms  MFU  compile s
-    switch-c    data=32,expert=8,model=4 all_to_all   402.6  no    198.6     5681     0%   18
-                remat
-    switch-c    data=1,expert=1024,model=1 ragged     55.9   yes   13.1      102      13%  16
-    switch-xxl  data=32,expert=8,model=4 all_to_all   122.0  yes   61.2      1711     5%   29
-                remat
-    switch-xxl  data=4,expert=128,model=2 all_to_all  115.1  yes   31.7      430      20%  19
+    switch-c    data=32,expert=8,model=4 all_to_all   402.6  no    198.6     5680     0%   38
+                remat full
+    switch-c    data=1,expert=1024,model=1 ragged     47.1   yes   13.1      101      13%  51
+                remat dots
+    switch-xxl  data=32,expert=8,model=4 all_to_all   122.0  yes   61.2      1711     5%   72
+                remat full
+    switch-xxl  data=4,expert=128,model=2 all_to_all  64.0   yes   31.7      416      20%  67
+                remat dots
 """
 
 from dataclasses import replace

@@ -123,8 +123,10 @@ def recomputed(function: Callable[..., Any]) -> Callable[..., Any]:
         return function(*arguments)
 
     def backward(arguments: Any, gradient: Any) -> Any:
-        # Or XLA finds the forward pass's results to be the same, and keeps them.
-        return jax.vjp(function, *lax.optimization_barrier(arguments))[1](gradient)
+        # Or XLA finds the forward pass's results to be the same, and keeps them. One by one, since
+        # what leaves a barrier together varies over the same mesh axes.
+        arguments = jax.tree.map(lax.optimization_barrier, arguments)
+        return jax.vjp(function, *arguments)[1](gradient)
 
     call.defvjp(lambda *arguments: (function(*arguments), arguments), backward)
     return call

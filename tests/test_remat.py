@@ -54,7 +54,7 @@ def of_stack(config: ModelConfig, mesh: str, function):
 
 
 @cache
-def kept(remat: Remat, dispatcher: str = "local", **changes) -> Counter:
+def kept(remat: Remat, dispatcher: str = "local", mesh: str = "single", **changes) -> Counter:
     """Arrays from the forward pass of a stack that its backward pass is given, by shape."""
     config = replace(MODEL, remat=remat, **changes)
 
@@ -65,7 +65,7 @@ def kept(remat: Remat, dispatcher: str = "local", **changes) -> Counter:
 
         return jax.vjp(run, stack, x_BLD)[1]
 
-    backward = of_stack(config, f"single,dispatcher={dispatcher}", residuals)
+    backward = of_stack(config, f"{mesh},dispatcher={dispatcher}", residuals)
     arrays = [
         x for x in jax.tree.leaves(backward) if not jnp.issubdtype(x.dtype, jax.dtypes.extended)
     ]
@@ -94,6 +94,16 @@ def test_moe_keeps_all_but_hidden_activations_of_experts(activation):
     assert sum(hidden.values()) >= 2
     assert not any(shape == HIDDEN for shape, _ in but_hidden)
     assert num_bytes(but_hidden) <= num_bytes(everything) - 0.9 * num_bytes(hidden)
+
+
+@pytest.mark.parametrize("remat", POLICIES)
+def test_nothing_is_kept_for_the_slower_way(remat):
+    """Which has the tokens of four devices, and hidden activations of theirs."""
+    mesh = "data=2,expert=4,zero=3"
+    padded, exact = (kept(remat, dispatcher, mesh) for dispatcher in ("all_to_all", "ragged"))
+    assert num_bytes(exact) <= 1.2 * num_bytes(padded)
+    of_all = (4 * ROWS, LENGTH)
+    assert not any(of_all in zip(shape, shape[1:], strict=False) for shape, _ in exact)
 
 
 def test_moe_keeps_no_hidden_activations_of_runs():

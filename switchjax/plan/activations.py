@@ -10,10 +10,10 @@ def kept(sizes: Sizes, stack: Stack) -> float:
     """From the forward pass of a stack until its backward pass, as `remat` has it."""
     match sizes.model.remat:
         case "none":
-            a_period = whole_period(sizes, stack) + _cast_weights(sizes, stack)
+            a_period = whole_period(sizes, stack) + _copies(sizes, stack)
         case "moe":
             a_period = whole_period(sizes, stack) - _hidden_of_experts(sizes, stack)
-            a_period += _cast_weights(sizes, stack)
+            a_period += _copies(sizes, stack)
         case "dots":
             a_period = unit(sizes, stack) + _products(sizes, stack)
         case "full":
@@ -50,11 +50,10 @@ def whole_period(sizes: Sizes, stack: Stack) -> float:
     a_layer += 1.5 * t * D * c + norms * dropped * t * D
     rows = stack.tokens // stack.length
     scores = rows * (model.num_heads // sizes.shape.model) * stack.length
-    # Queries, keys and values are kept twice, laid out for one product and for the other.
-    a_layer += scores * stack.length * (4 + c) + 7 * t * sizes.heads * c
+    a_layer += scores * stack.length * (4 + c) + 4 * t * sizes.heads * c
     if stack.context:
         a_layer += scores * (stack.context // rows) * (4 + c)
-        a_layer += (3 * t + 4 * stack.context) * sizes.heads * c
+        a_layer += 2 * (t + stack.context) * sizes.heads * c
     dense = t * sizes.hidden * (_hidden_bytes(sizes) + dropped)
     total = every * a_layer + (every - (model.moe_every > 0)) * dense
     if model.moe_every:
@@ -79,11 +78,17 @@ def _hidden_bytes(sizes: Sizes) -> int:
     return sizes.itemsize + 1 if sizes.matrices == 2 else 8 * sizes.itemsize
 
 
-def _cast_weights(sizes: Sizes, stack: Stack) -> float:
-    """Of one period, its weights in the dtype of compute, where that is not their own."""
-    if sizes.model.dtype == sizes.model.param_dtype or sizes.shape.storage.zero == 3:
-        return 0.0
-    return sizes.period_weights(stack) * sizes.itemsize
+def _copies(sizes: Sizes, stack: Stack) -> float:
+    """Of one period, what is kept a second time where whole periods are.
+
+    Queries, keys and values, laid out for one product and for the other, and weights in the dtype
+    of compute, where that is not their own.
+    """
+    numbers = 3 * stack.tokens + (stack.tokens + 2 * stack.context if stack.context else 0)
+    numbers *= max(sizes.model.moe_every, 1) * sizes.heads
+    if sizes.model.dtype != sizes.model.param_dtype and sizes.shape.storage.zero < 3:
+        numbers += sizes.period_weights(stack)
+    return numbers * sizes.itemsize
 
 
 def _products(sizes: Sizes, stack: Stack) -> float:

@@ -149,7 +149,7 @@ def test_bytes_of_a_device_are_those_of_the_program(mesh):
     sizes, program = of_program(mesh)
     used = memory(sizes)
     assert used.parameters + used.optimizer == pytest.approx(program["argument_bytes"], rel=0.01)
-    assert used.total == pytest.approx(program["device_bytes"], rel=0.25)
+    assert used.total == pytest.approx(program["device_bytes"], rel=0.2)
 
 
 @linux

@@ -43,9 +43,9 @@ def dispatch(tokens: Tokens, routing: Routing, experts: Experts, plan: Plan) -> 
         row_TQ = assign_slots(routing, plan.lanes, plan.capacity).row_TQ
         decisions = Decisions(gather(row_TQ, "compute"), gather(gates(routing), "compute"))
         num_slots = routing.expert_GTQ.shape[0] * plan.capacity
-    send_all = partial(_send_all, experts, plan, num_slots)
+    send_all = partial(_send_all, plan, num_slots)
     if plan.exchange.buffer is None:
-        return send_all(tokens, decisions), never()
+        return send_all(experts, tokens, decisions), never()
 
     T, Q = row_TQ.shape
     fair = fair_share(T * Q, plan.exchange.experts) / lax.axis_size(EXPERT)
@@ -53,14 +53,14 @@ def dispatch(tokens: Tokens, routing: Routing, experts: Experts, plan: Plan) -> 
     with jax.named_scope("dispatch"):
         peers = _peers(decisions.row_PTQ, plan.lanes * num_slots)
         overflows = (peers.place_PTQ >= room).any()
-    send_needed = partial(_send_needed, experts, plan, num_slots, room, peers)
+    send_needed = partial(_send_needed, plan, num_slots, room, peers)
     if room == T:
-        return send_needed(tokens, decisions), never()
-    return bounded(overflows, send_all, send_needed, tokens, decisions)
+        return send_needed(experts, tokens, decisions), never()
+    return bounded(overflows, send_all, send_needed, experts, tokens, decisions)
 
 
 def _send_all(
-    experts: Experts, plan: Plan, num_slots: int, tokens: Tokens, decisions: Decisions
+    plan: Plan, num_slots: int, experts: Experts, tokens: Tokens, decisions: Decisions
 ) -> Array:
     wire = plan.exchange.wire
     with jax.named_scope("dispatch"):
@@ -87,11 +87,11 @@ def _peers(row_PTQ: Array, num_rows: int) -> Peers:
 
 
 def _send_needed(
-    experts: Experts,
     plan: Plan,
     num_slots: int,
     room: int,
     peers: Peers,
+    experts: Experts,
     tokens: Tokens,
     decisions: Decisions,
 ) -> Array:

@@ -10,6 +10,7 @@ from jaxtyping import Float, Int
 
 from switchjax.mesh import Exchange
 from switchjax.moe.routing import Routing
+from switchjax.remat import recomputed
 
 
 class Tokens(NamedTuple):
@@ -75,7 +76,9 @@ def bounded(
 
     Args:
         overflows: the same on all devices that exchange with each other.
+        operands: all that the ways compute with, experts included.
     """
-    # Recomputed in the backward pass: nothing is kept for a way that is seldom taken.
-    slower = jax.named_call(jax.checkpoint(slower), name="fallback")
+    # Recomputed in the backward pass: nothing is kept for a way that is seldom taken, whatever
+    # policy of `remat` is around it.
+    slower = recomputed(jax.named_call(slower, name="fallback"))
     return lax.cond(overflows, slower, faster, *operands), overflows.astype(jnp.int32)

@@ -66,14 +66,14 @@ def dispatch(tokens: Tokens, routing: Routing, experts: Experts, plan: Plan) -> 
     block = block_rows(fair, here)
     with jax.named_scope("dispatch"):
         counts_Pn = gather(counts_n, "compute")
-    send = partial(_send_runs, experts, plan, padded_rows(room, here, block), block)
+    send = partial(_send_runs, plan, padded_rows(room, here, block), block)
     if room == most:
-        return send(tokens, choices, counts_Pn), never()
+        return send(experts, tokens, choices, counts_Pn), never()
     with jax.named_scope("dispatch"):
         sizes_Pe = counts_Pn.sum(axis=0).reshape(devices, here)
         overflows = (sizes_Pe.sum(axis=1) > room).any()
-    send_all = partial(_send_all, experts, plan)
-    return bounded(overflows, send_all, send, tokens, choices, counts_Pn)
+    send_all = partial(_send_all, plan)
+    return bounded(overflows, send_all, send, experts, tokens, choices, counts_Pn)
 
 
 def _choices(routing: Routing, lanes: int) -> tuple[Choices, Array]:
@@ -112,10 +112,10 @@ def _outputs(
 
 
 def _send_runs(
-    experts: Experts,
     plan: Plan,
     num_rows: int,
     block: int,
+    experts: Experts,
     tokens: Tokens,
     choices: Choices,
     counts_Pn: Array,
@@ -151,7 +151,7 @@ def _send_runs(
 
 
 def _send_all(
-    experts: Experts, plan: Plan, tokens: Tokens, choices: Choices, counts_Pn: Array
+    plan: Plan, experts: Experts, tokens: Tokens, choices: Choices, counts_Pn: Array
 ) -> Array:
     wire = plan.exchange.wire
     here = plan.lanes // lax.axis_size(EXPERT)

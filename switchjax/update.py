@@ -1,10 +1,10 @@
 """New parameters and optimizer state from gradients.
 
 Where the optimizer's state is on the host, weights are updated in turn: the periods of a stack one
-after another, and what is not stacked by itself. A rule of elements gives the same numbers so, but
-for the last bits, which are XLA's to round as it joins operations. Adafactor's looks at whole
-weights, so all of its state comes to the device at once, and every bit is the same; it is small,
-since of experts' and feed-forward weights it keeps a row and a column alone.
+after another, and what is not stacked by itself. A rule of elements is the same arithmetic so; the
+last bits are too, but where XLA fuses a product and a sum into one instruction, which it does in
+other places in a loop. Adafactor's rule looks at whole weights, so all of its state comes to the
+device at once; it is small, since of experts' and feed-forward weights it keeps a row and a column.
 """
 
 from collections.abc import Callable, Sequence

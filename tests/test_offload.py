@@ -2,8 +2,13 @@
 
 Simulated CPU devices have such memory beside their own: an array says in which it is, and a program
 that computed with what is on the host would not trace.
+
+Here XLA may not join a product and a sum into one instruction that rounds once. It does where it
+fuses them, and the update of a period in a loop is fused otherwise than that of a whole stack.
+Without it every bit is the same. (jax 0.10 hears of it only in the environment: conftest.py.)
 """
 
+import platform
 from dataclasses import replace
 from functools import cache, partial
 
@@ -33,6 +38,10 @@ CONFIGS = {
     "adafactor": builders.run_config(MODEL, rows=16, optimizer="adafactor", clip_norm=0.1),
 }
 MESH = "data2_expert2_model2"
+# The newest instructions without a product and a sum in one; other processors have no such choice.
+CAN_ROUND_TWICE = platform.machine().lower() in ("x86_64", "amd64")
+ROUNDED_TWICE: dict[str, int | str] = {"xla_cpu_max_isa": "AVX"} if CAN_ROUND_TWICE else {}
+OPTIONS = {"xla_backend_optimization_level": 0} | ROUNDED_TWICE
 
 
 @cache
@@ -49,7 +58,7 @@ def steps(name: str, mesh: str) -> Observed:
         for array, place in places.items():
             moves = "offload" in mesh and array.startswith("opt_state") and promised[array].ndim
             assert place.memory_kind == ("pinned_host" if moves else "device"), array
-        observed = observe(config, layout, state, batches, {"xla_backend_optimization_level": 0})
+        observed = observe(config, layout, state, batches, OPTIONS)
         # Of what Adafactor does not keep, it has places of one element that no step reads.
         kept = [n for n, x in named_leaves(state).items() if x.size > 1 and not x.is_deleted()]
         assert not kept and not observed.misplaced and not observed.unequal
@@ -65,20 +74,20 @@ def assert_same_bits(got: Observed, want: Observed):
 
 
 @pytest.mark.mesh
-def test_steps_are_the_same_bitwise():  # case 71
-    plain, optimizer, both = (
-        steps("adafactor", f"{MESH}{offload}")
-        for offload in ("", ",offload=optimizer", ",offload=optimizer+activations")
-    )
-    assert_same_bits(optimizer, plain)
-    assert_same_bits(both, plain)
+@pytest.mark.parametrize("what", ["optimizer", "optimizer+activations"])
+def test_steps_are_the_same_bitwise(what):  # case 71
+    assert_same_bits(steps("adafactor", f"{MESH},offload={what}"), steps("adafactor", MESH))
 
 
+@pytest.mark.mesh
 @pytest.mark.parametrize("mesh", [MESH, "data=4,expert=2,zero=2"])
-def test_steps_that_update_period_after_period_are_the_same(mesh, report_deviations):  # case 71
-    rows = compare(steps("adamw", f"{mesh},offload=optimizer"), steps("adamw", mesh))
+def test_steps_that_update_period_after_period_are_the_same_bitwise(mesh, report_deviations):
+    got, want = steps("adamw", f"{mesh},offload=optimizer"), steps("adamw", mesh)  # case 71
+    rows = compare(got, want)
     report_deviations(f"{mesh},offload=optimizer", rows)
     assert not [row for row in rows if not row.holds]
+    if CAN_ROUND_TWICE:
+        assert_same_bits(got, want)
 
 
 @pytest.mark.mesh

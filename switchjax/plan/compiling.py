@@ -7,6 +7,7 @@ Run as a program it is such a process: a folder and a question in JSON on stdin,
 stdout.
 """
 
+import gc
 import hashlib
 import importlib.metadata
 import json
@@ -253,6 +254,7 @@ def _largest(text: str, count: int = 12) -> list[tuple[int, str, str]]:
 _MAKE_NOTHING = ("parameter", "get-tuple-element", "tuple", "bitcast", "constant")
 
 if __name__ == "__main__":
+    gc.disable()  # tracing makes much and drops little
     folder, asked = sys.stdin.read().split("\n", 1)
     print(json.dumps(_answer(json.loads(asked), Path(folder))), flush=True)
     os._exit(0)  # XLA may still be making kernels

@@ -9,7 +9,7 @@ import math
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, lru_cache
 from typing import NamedTuple
 
 _STRING = re.compile(r'"(?:[^"\\]|\\.)*"')
@@ -133,6 +133,7 @@ def in_scope(op_name: str, scope: str) -> bool:
     return re.search(rf"(?:^|[/(]){re.escape(scope)}\)*(?:/|$)", op_name) is not None
 
 
+@lru_cache(maxsize=1)  # who asks for one thing of a program asks for others
 def parse(text: str) -> Program:
     """Takes apart what `jax.stages.Compiled.as_text()` gives.
 

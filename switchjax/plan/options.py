@@ -25,7 +25,7 @@ class PlanConfig:
     """Only this mesh, with the config's own remat and accumulation; None = all that divide."""
     show: int = 12
     """Layouts to show."""
-    compile: int = 5
+    compile: int = 4
     """How many of the best are compiled for the hardware; 0 = formulas alone."""
     write: str | None = None
     """Mesh file to write for the first."""

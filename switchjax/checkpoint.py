@@ -159,8 +159,13 @@ class Checkpoints(SavedSteps):
             raise self._failure(step, error) from error
 
     def _failure(self, step: int, error: Exception | None) -> UserError:
-        """One line for the user; also makes room for the next try."""
-        self._remove_temporary()
+        """One line for the user; also makes room for the next try.
+
+        Of several processes there is none: all end, and one that still writes must not fail for
+        want of the directory before it hears why. The next start removes what is left.
+        """
+        if processes.count() == 1:
+            self._remove_temporary()
         self._losses.pop(step, None)
         with contextlib.suppress(RuntimeError):  # Python is ending, and there is no next try
             self._manager.reload()

@@ -2,19 +2,15 @@
 
 import importlib.metadata
 import os
-import platform
 
 import jax
 import pytest
 
 # Same operations, other code: XLA of jax 0.10 compiles in a third of the time with its older code
-# generator, and what tests/test_offload.py asks of its programs is only heard for all of them. On
-# newer ones, where the tests of equality on every mesh run too, programs are compiled as a user's
-# are. In the environment, for the processes that tests start.
+# generator. On newer ones, where the tests of equality on every mesh run too, programs are compiled
+# as a user's are. In the environment, for the processes that tests start.
 if importlib.metadata.version("jax").startswith("0.10."):
     quick = "--xla_backend_optimization_level=0 --xla_cpu_use_fusion_emitters=false"
-    if platform.machine().lower() in ("x86_64", "amd64"):
-        quick += " --xla_cpu_max_isa=AVX"
     os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {quick}".strip()
 
 # In the environment too, for the processes that tests start: XLA's plugin for CUDA, which compiles

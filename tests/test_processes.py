@@ -265,6 +265,7 @@ def wait_for_step(out, step):
         time.sleep(0.1)
 
 
+@pytest.mark.usefixtures("two")  # its programs are cached whole; these would be cut off
 @pytest.mark.parametrize("process", [0, 1])
 def test_a_failed_write_in_one_process_ends_all_with_one_line(begin, tmp_path, process):  # case 45
     results = ended(begin(2, tmp_path / "run", "--steps", 10**6, small_files=process))

@@ -7,6 +7,7 @@ there applies every expert to every row; elsewhere ragged products, which XLA ma
 in the same way (see `products.AllExperts`).
 """
 
+import math
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -22,9 +23,8 @@ from switchjax.remat import PRODUCT, named
 
 
 def block_rows(num_rows: float, num_experts: int) -> int:
-    """Rows of a block: a quarter of an expert's share of `num_rows`, a power of two in 8 to 128."""
-    quarter = int(num_rows / (4 * num_experts))
-    return min(128, max(8, 1 << max(quarter.bit_length() - 1, 0)))
+    """Rows of a block: an eighth of an expert's share of `num_rows`, in whole eights up to 128."""
+    return min(128, max(1, math.ceil(num_rows / num_experts / 64)) * 8)
 
 
 def padded_rows(num_rows: int, num_experts: int, block: int) -> int:

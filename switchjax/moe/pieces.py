@@ -11,9 +11,10 @@ import jax.numpy as jnp
 from jax import Array, lax
 from jaxtyping import Bool, Float, Int
 
-# Blocks in a piece. A run of up to 6 blocks is one piece, whose weight gradient needs no sum with
-# another one's; what is left of a longer run is cut into few.
-FIRST_PIECE = (6, 5, 4, 3, 2, 1)
+# Blocks in a piece. A run of up to so many is one piece, whose weight gradient needs no sum with
+# another one's: a share is 8 blocks or fewer (`grouped.block_rows`), and most runs are not much
+# longer. What is left of a longer one is cut into few.
+FIRST_PIECE = 10
 LATER_PIECES = (6, 1)
 
 
@@ -59,9 +60,9 @@ def for_each_piece(
         num_rows: of the arrays that pieces are read from, at least the ends of all runs.
         weights: a tree of arrays [e, ...].
     """
-    first_pieces = [n for n in FIRST_PIECE if n * block <= num_rows]
+    most = min(FIRST_PIECE, num_rows // block)
     later_pieces = [n for n in LATER_PIECES if n * block <= num_rows]
-    if not first_pieces:
+    if most == 0:
         return carry
     in_use_e = jnp.argsort(sizes_e == 0, stable=True)
 
@@ -80,8 +81,8 @@ def for_each_piece(
 
             return lax.fori_loop(0, number, of_piece, carry)
 
-        taken = jnp.minimum(left, first_pieces[0])
-        for blocks in first_pieces:
+        taken = jnp.minimum(left, most)
+        for blocks in range(1, most + 1):
             carry = pieces(blocks, (taken == blocks).astype(jnp.int32), begin, True, carry)
         begin, left = begin + taken * block, left - taken
         for blocks in later_pieces:

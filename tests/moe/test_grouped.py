@@ -161,6 +161,7 @@ def test_what_is_not_finite_stays_in_its_run():
 @pytest.mark.parametrize("num_experts", [1, 8, 128, 2048])
 def test_there_is_room_for_the_worst_spread(num_rows, num_experts):
     block = block_rows(num_rows, num_experts)
+    assert block % 8 == 0 and (8 * block >= num_rows / num_experts or block == 128)
     room = padded_rows(num_rows, num_experts, block)
     assert room <= num_rows + num_experts * block
     # Most room is needed when as many experts as possible have one row beyond whole blocks.

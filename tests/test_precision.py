@@ -50,8 +50,8 @@ def is_narrow(array: Any) -> bool:
 MOVES = {
     "all_gather", "all_gather_reduced", "all_to_all", "broadcast_in_dim", "concatenate",
     "convert_element_type", "dynamic_slice", "dynamic_update_slice", "empty2", "gather", "name",
-    "preduced", "pvary", "reduce_precision", "reduced_vary_cast", "reshape", "reshard", "select_n",
-    "slice", "split", "squeeze", "stack", "transpose", "vary_unreduced_cast",
+    "optimization_barrier", "preduced", "pvary", "reduce_precision", "reduced_vary_cast", "reshape",
+    "reshard", "select_n", "slice", "split", "squeeze", "stack", "transpose", "vary_unreduced_cast",
 }  # fmt: skip
 ALLOWED = MOVES | {
     *(

@@ -3,7 +3,7 @@
 Claim: the sparse step takes at most 1.10 times the dense one. Steps of both are interleaved; the
 ratio is the median of the ratios of neighbours.
 Command: python experiments/bench/model_step.py --repeats 20
-Expect: switch_over_dense of 1.06 to 1.11 on 2 CPU cores (2026-11-29, Python 3.11).
+Expect: switch_over_dense of 1.08 on 2 CPU cores (2026-11-30, Python 3.11).
 """
 
 import json

@@ -7,8 +7,8 @@ all experts. Forward and backward, gradients of x and of all weights; calls inte
 the ratios of neighbours.
 Command: python experiments/bench/moe_layer.py --experts 8
 Expect: on 2 CPU cores layer_over_matmuls 1.05, 0.93 and 0.89 for 8, 32 and 128 experts and
-layer_temp_bytes of 137, 74 and 76 MB; with --dispatcher ragged layer_over_dense 1.24, 1.6 and 2.6
-(2026-11-29, Python 3.11; runs differ by 5 %).
+layer_temp_bytes of 137, 74 and 76 MB; with --dispatcher ragged layer_over_dense 1.17, 1.55 and
+2.43 (2026-11-30, Python 3.11; runs differ by 5 %).
 """
 
 import json

@@ -13,6 +13,7 @@ from switchjax.config import ModelConfig
 from switchjax.layout import Layout
 from switchjax.moe.dispatch.interface import Tokens
 from switchjax.moe.grouped import grouped_ffn, run_starts
+from switchjax.nn.activation import gated_gelu, relu_dropout
 from switchjax.nn.init import weight
 from switchjax.remat import ARRIVED, PRODUCT, named, recomputed
 
@@ -109,15 +110,16 @@ def _on_slots(experts: ExpertsHere, tokens: Tokens) -> Array:
     def product(w_eDf: Array) -> Array:
         return named(PRODUCT, jnp.einsum("erd,edf->erf", tokens.x, w_eDf))
 
-    h_eRf = product(experts.w_in_eDf)
-    if experts.w_gate_eDf is None:
-        h_eRf = jax.nn.relu(h_eRf)
-    else:
-        h_eRf *= jax.nn.gelu(product(experts.w_gate_eDf))
+    h_eRf, factor_eRf, rate = product(experts.w_in_eDf), None, 0.0
     if experts.dropout is not None and tokens.place is not None:
-        e, _, f = h_eRf.shape
+        (e, _, f), rate = h_eRf.shape, experts.dropout.rate
         factor_eRf = experts.dropout.factor(tokens.place, jnp.arange(e)[:, None], f)
-        h_eRf *= factor_eRf.astype(h_eRf.dtype)
+        factor_eRf = factor_eRf.astype(h_eRf.dtype)
+    if experts.w_gate_eDf is None:
+        h_eRf = relu_dropout(h_eRf, factor_eRf, rate)
+    else:
+        h_eRf = gated_gelu(h_eRf, product(experts.w_gate_eDf))
+        h_eRf = h_eRf if factor_eRf is None else h_eRf * factor_eRf
     return jnp.einsum("erf,efd->erd", h_eRf, experts.w_out_efD)
 
 

@@ -11,6 +11,7 @@ from jaxtyping import Bool, Float, Int
 
 from switchjax.config import ModelConfig
 from switchjax.layout import Layout
+from switchjax.nn.activation import attention_weights
 from switchjax.nn.init import weight
 from switchjax.nn.position import rotate
 from switchjax.zero import in_use
@@ -100,9 +101,7 @@ class Attention(nnx.Module):
         )
         if bias_HLS is not None:
             scores_BHLS += bias_HLS[None]
-        # Finite: a padded query sees nothing, and its row must stay free of NaN.
-        masked_BHLS = jnp.where(visible_BLS[:, None], scores_BHLS, jnp.finfo(jnp.float32).min)
-        weights_BHLS = jax.nn.softmax(masked_BHLS, axis=-1).astype(x_BLD.dtype)
+        weights_BHLS = attention_weights(scores_BHLS, visible_BLS, x_BLD.dtype)
         mixed_BLHK = jnp.einsum("bhls,bshk->blhk", weights_BHLS, seen.v_BSHK)
         w_o_HKD = in_use(self.w_o_HKD, x_BLD.dtype, self.layout)
         return jnp.einsum("blhk,hkd->bld", mixed_BLHK, w_o_HKD, out_sharding=self.layout.tokens_bld)

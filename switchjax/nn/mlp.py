@@ -10,6 +10,7 @@ from jaxtyping import Float
 
 from switchjax.config import ModelConfig
 from switchjax.layout import Layout
+from switchjax.nn.activation import gated_gelu
 from switchjax.nn.init import weight
 from switchjax.nn.noise import Noise, dropout
 from switchjax.zero import in_use
@@ -43,7 +44,7 @@ class Mlp(nnx.Module):
         if self.w_gate_DF is None:
             h_BLF = jax.nn.relu(h_BLF)
         else:
-            h_BLF *= jax.nn.gelu(self._project(x_BLD, self.w_gate_DF))
+            h_BLF = gated_gelu(h_BLF, self._project(x_BLD, self.w_gate_DF))
         h_BLF = dropout(h_BLF, self.rate, noise)
         w_out_FD = in_use(self.w_out_FD, x_BLD.dtype, self.layout)
         return jnp.einsum("blf,fd->bld", h_BLF, w_out_FD, out_sharding=self.layout.tokens_bld)

@@ -46,15 +46,15 @@ def whole_period(sizes: Sizes, stack: Stack) -> float:
     t, D, every = stack.tokens, model.d_model, max(model.moe_every, 1)
     norms = 3 if stack.context else 2
     dropped = 1 if model.dropout else 0  # a mask is a byte
-    a_layer = norms * t * D * (2.5 + 0.6 * dropped) * 4  # norms work in float32
-    a_layer += 1.5 * t * D * c + norms * dropped * t * D
+    a_layer = norms * t * D * (2 * c + 2.4 * dropped)  # what a norm gets and gives
     rows = stack.tokens // stack.length
     scores = rows * (model.num_heads // sizes.shape.model) * stack.length
-    a_layer += scores * stack.length * (4 + c) + 4 * t * sizes.heads * c
+    a_layer += scores * stack.length * c + 4 * t * sizes.heads * c
     if stack.context:
-        a_layer += scores * (stack.context // rows) * (4 + c)
+        a_layer += scores * (stack.context // rows) * c
         a_layer += 2 * (t + stack.context) * sizes.heads * c
-    dense = t * sizes.hidden * (_hidden_bytes(sizes) + dropped)
+    # A mask of relu, but for experts.
+    dense = t * sizes.hidden * (_hidden_arrays(sizes) * c + (sizes.matrices == 2) + dropped)
     total = every * a_layer + (every - (model.moe_every > 0)) * dense
     if model.moe_every:
         total += _hidden_of_experts(sizes, stack)
@@ -66,16 +66,18 @@ def whole_period(sizes: Sizes, stack: Stack) -> float:
 
 
 def _hidden_of_experts(sizes: Sizes, stack: Stack) -> float:
-    """Of one Switch layer: products, and where they are positive or dropped."""
+    """Of one Switch layer: hidden activations, and the factors of dropout where they are needed."""
     if not sizes.model.moe_every:
         return 0.0
-    dropped = sizes.itemsize if sizes.model.dropout else 0  # a factor, not a mask
-    return sizes.expert_rows(stack) * sizes.expert_hidden * (_hidden_bytes(sizes) + dropped)
+    exchange = sizes.shape.exchange
+    needed = sizes.matrices > 2 or exchange.dispatcher == "ragged"
+    arrays = _hidden_arrays(sizes) + (sizes.model.dropout > 0 and needed)
+    return sizes.expert_rows(stack) * sizes.expert_hidden * arrays * sizes.itemsize
 
 
-def _hidden_bytes(sizes: Sizes) -> int:
-    """Of a hidden number: where it is positive, or the steps of gelu, which JAX keeps each."""
-    return sizes.itemsize + 1 if sizes.matrices == 2 else 8 * sizes.itemsize
+def _hidden_arrays(sizes: Sizes) -> int:
+    """Of hidden numbers: with a gate the two products too."""
+    return 1 if sizes.matrices == 2 else 3
 
 
 def _copies(sizes: Sizes, stack: Stack) -> float:

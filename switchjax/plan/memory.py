@@ -209,7 +209,7 @@ def _logits(sizes: Sizes) -> float:
 
 
 def _attention(sizes: Sizes) -> float:
-    """A gradient of the largest scores."""
+    """The largest scores, computed again or not, and two steps of their gradient, in float32."""
     longest = max(sizes.stacks, key=lambda stack: stack.length)
     heads = sizes.model.num_heads // sizes.shape.model
-    return longest.tokens * heads * longest.length * 4
+    return 3 * longest.tokens * heads * longest.length * 4

@@ -174,7 +174,7 @@ def ladder(mesh, **changes):
 
 def test_zero_divides_a_class_by_the_data_degree():
     """But for norms and positions, which stay whole."""
-    found = ladder("data=8,expert=2")
+    found = ladder("data=8,expert=2", data=DataConfig(batch_size=64, sequence_length=256))
     rungs = [f"zero = {zero}" for zero in range(4)]
     assert [name for name in found if "zero" in name] == [*rungs, "zero = 3, hot_experts = 4"]
     whole = found["zero = 0"]

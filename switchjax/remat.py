@@ -1,10 +1,11 @@
 """What the backward pass keeps from the forward pass, and what it computes again.
 
-`none` keeps all. `moe` keeps all but the hidden activations of experts. `dots` keeps, of each
-period, the results of products with weights and what other devices sent. `full` keeps what each
-period receives. Whatever is computed again, two things are not: who goes where, since a choice
-between two equal experts might fall otherwise, and with `moe` and `dots` what tokens' exchanges
-brought. Weights that are gathered for use (`zero` 3) are never kept, and gathered again. With
+`none` keeps all that is not made again at once from what is kept (norms, gates: `recomputed`).
+`moe` keeps all but the hidden activations of experts. `dots` keeps, of each period, the results of
+products with weights and what other devices sent. `full` keeps what each period receives.
+Whatever is computed again, two things are not: who goes where, since a choice between two equal
+experts might fall otherwise, and with `moe` and `dots` what tokens' exchanges brought. Weights that
+are gathered for use (`zero` 3) are never kept, and gathered again. With
 `offload = optimizer+activations` in the mesh file, what a period receives is kept on the host.
 """
 

@@ -1,7 +1,7 @@
 """Is TP = EP = sqrt(N) a law? The rule's layout against the best one, by devices and model.
 
 Claim: it does not hold at any N. The rule's layout often does not exist (12 heads do not divide by
-8), and where it does a step takes 1.2 to 2.3 times as long as with the best, or fits no device. The
+8), and where it does a step takes 1.2 to 2.1 times as long as with the best, or fits no device. The
 planner splits experts over all devices that it can and tensors only where memory asks for it.
 Command: python experiments/plans/square_root.py
 Printed (2026-11-30, Python 3.11, jax 0.10.2):
@@ -9,18 +9,18 @@ Printed (2026-11-30, Python 3.11, jax 0.10.2):
            H200, by formula; 16 K tokens a device; data x expert x model; ms a step
      N    model            best                ms    TP x EP  its rank         ms    fits
      8    switch-base-32   1 x 8 x 1           31    2 x 2    8 of 32          41    yes
-     8    switch-base-256  1 x 8 x 1           34    2 x 2    11 of 32         79    yes
-     8    switch-large     1 x 8 x 1           105   2 x 2    9 of 34          177   yes
-     8    switch-xxl       none fits           -     2 x 2    15 of 34         2695  no
-     16   switch-base-32   1 x 16 x 1          42    4 x 4    24 of 47         73    yes
-     16   switch-base-256  1 x 16 x 1          47    4 x 4    5 of 47          84    yes
-     16   switch-large     1 x 16 x 1          136   4 x 4    5 of 55          218   yes
+     8    switch-base-256  1 x 8 x 1           34    2 x 2    13 of 32         70    yes
+     8    switch-large     1 x 8 x 1           105   2 x 2    9 of 34          163   yes
+     8    switch-xxl       none fits           -     2 x 2    17 of 34         2695  no
+     16   switch-base-32   1 x 16 x 1          42    4 x 4    24 of 47         70    yes
+     16   switch-base-256  1 x 16 x 1          47    4 x 4    5 of 47          77    yes
+     16   switch-large     1 x 16 x 1          136   4 x 4    5 of 55          212   yes
      16   switch-xxl       none fits           -     4 x 4    1 of 55          2386  no
      64   switch-base-32   4 x 16 x 1          51    8 x 8    does not divide
      64   switch-base-256  1 x 64 x 1          59    8 x 8    does not divide
-     64   switch-large     1 x 64 x 1          163   8 x 8    21 of 97         375   yes
+     64   switch-large     1 x 64 x 1          163   8 x 8    18 of 97         338   yes
      64   switch-xxl       1 x 16 x 4 folded   2232  8 x 8    3 of 97          2605  yes
-     256  switch-base-32   16 x 16 x 1         53    16 x 16  does not divide
+     256  switch-base-32   256 x 1 x 1 local   52    16 x 16  does not divide
      256  switch-base-256  1 x 256 x 1 ragged  53    16 x 16  does not divide
      256  switch-large     2 x 128 x 1 ragged  172   16 x 16  does not divide
      256  switch-xxl       1 x 128 x 2         2023  16 x 16  does not divide

@@ -8,18 +8,18 @@ Printed (2026-11-30, Python 3.11, jax 0.10.2):
 
                                     16 H200, by formula
      mesh                     way         hidden  step ms  compute ms  sending ms  GB
-     data=2,expert=8          all_to_all  4096    218      178         40          31.7
-     data=2,expert=8          all_to_all  6144    278      228         50          36.2
-     data=2,expert=8          all_gather  4096    297      178         120         32.8
-     data=2,expert=8          all_gather  6144    358      228         130         37.3
-     expert=16                all_to_all  4096    259      178         81          28.5
-     expert=16                all_to_all  6144    310      228         82          31.3
-     expert=16                all_gather  4096    411      178         233         30.6
-     expert=16                all_gather  6144    462      228         234         33.5
-     data=2,expert=4,model=2  all_to_all  4096    280      178         102         32.5
-     data=2,expert=4,model=2  all_to_all  6144    340      228         112         36.6
-     data=2,expert=4,model=2  all_gather  4096    336      178         158         33.5
-     data=2,expert=4,model=2  all_gather  6144    396      228         168         37.6
+     data=2,expert=8          all_to_all  4096    218      178         40          29.1
+     data=2,expert=8          all_to_all  6144    278      228         50          33.4
+     data=2,expert=8          all_gather  4096    297      178         120         30.1
+     data=2,expert=8          all_gather  6144    358      228         130         34.5
+     expert=16                all_to_all  4096    259      178         81          25.8
+     expert=16                all_to_all  6144    310      228         82          28.6
+     expert=16                all_gather  4096    411      178         233         28.0
+     expert=16                all_gather  6144    462      228         234         30.8
+     data=2,expert=4,model=2  all_to_all  4096    280      178         102         28.8
+     data=2,expert=4,model=2  all_to_all  6144    340      228         112         32.8
+     data=2,expert=4,model=2  all_gather  4096    336      178         158         29.9
+     data=2,expert=4,model=2  all_gather  6144    396      228         168         33.9
 """
 
 from dataclasses import replace

@@ -209,7 +209,7 @@ def _logits(sizes: Sizes) -> float:
 
 
 def _attention(sizes: Sizes) -> float:
-    """The largest scores, computed again or not, and two steps of their gradient, in float32."""
+    """The largest scores and their gradient in float32, and that of their softmax."""
     longest = max(sizes.stacks, key=lambda stack: stack.length)
     heads = sizes.model.num_heads // sizes.shape.model
-    return 3 * longest.tokens * heads * longest.length * 4
+    return longest.tokens * heads * longest.length * (2 * 4 + sizes.itemsize)

@@ -46,7 +46,8 @@ def whole_period(sizes: Sizes, stack: Stack) -> float:
     t, D, every = stack.tokens, model.d_model, max(model.moe_every, 1)
     norms = 3 if stack.context else 2
     dropped = 1 if model.dropout else 0  # a mask is a byte
-    a_layer = norms * t * D * (2 * c + 2.4 * dropped)  # what a norm gets and gives
+    a_layer = norms * t * D * 2 * c  # what a norm gets and gives
+    a_layer += norms * t * D * 2.4 * dropped  # masks, and what else the compiler keeps with them
     rows = stack.tokens // stack.length
     scores = rows * (model.num_heads // sizes.shape.model) * stack.length
     a_layer += scores * stack.length * c + 4 * t * sizes.heads * c
@@ -69,8 +70,7 @@ def _hidden_of_experts(sizes: Sizes, stack: Stack) -> float:
     """Of one Switch layer: hidden activations, and the factors of dropout where they are needed."""
     if not sizes.model.moe_every:
         return 0.0
-    exchange = sizes.shape.exchange
-    needed = sizes.matrices > 2 or exchange.dispatcher == "ragged"
+    needed = sizes.matrices > 2 or sizes.shape.exchange.dispatcher == "ragged"
     arrays = _hidden_arrays(sizes) + (sizes.model.dropout > 0 and needed)
     return sizes.expert_rows(stack) * sizes.expert_hidden * arrays * sizes.itemsize
 
